@@ -1,0 +1,163 @@
+"""What this CPU's kernels compute, measured: the numerics part of the identity, and whether rows are independent.
+
+Instruction sets round differently, so nothing is declared: a probe of fixed inputs goes through the
+operators, bit widths and reduction lengths of the model and its output bits are hashed. A second check
+runs the real graphs with few and many rows; where a lone row differs from the same row among others,
+steps are padded to the fewest rows that do not.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kestrel.engine import attention
+from kestrel.engine.layers import Floats, Graph, LayerGraphs
+from kestrel.engine.pool import PagePool
+from kestrel.models.geometry import Geometry
+from kestrel.models.weights import Linear, Weights
+from kestrel.store.layout import KvDtype, PageLayout
+
+MOST_LEAST_ROWS = 8  # the most rows a step is ever padded to
+_PROBE_COLUMNS = 96  # outputs computed per operator: enough to fill and overflow any kernel's tile
+_PROBE_POSITIONS = 1024
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Findings about this CPU for one model.
+
+    digest: hex, equal on two boards whose kernels round alike. least_rows: rows every graph run must
+    have for a row's result not to depend on its company. exact: whether such a number was found.
+    """
+
+    digest: str
+    least_rows: int
+    exact: bool
+
+
+def measure(weights: Weights, kv_dtype: KvDtype, graphs: LayerGraphs) -> Numerics:
+    """Probe the kernels and check that rows are independent; milliseconds for small models."""
+    least = least_rows(graphs)
+    rows = least or 1
+    return Numerics(probe(weights, kv_dtype, rows), rows, least is not None)
+
+
+def least_rows(graphs: LayerGraphs) -> int | None:
+    """Fewest rows (1, 2, 4 or 8) from which on the graphs give every row the same bits in any company; None if none.
+
+    Runs a middle layer and the head of the real model with fixed inputs.
+    """
+    layer = min(1, graphs.geometry.num_layers - 1)
+    inputs = _pattern((128, graphs.geometry.hidden_size)), _pattern((128, graphs.attended.shape[1]))
+    largest = min(64, graphs.max_rows)
+
+    def run(first: int, rows: int) -> list[npt.NDArray[Any]]:
+        graphs.residual[:rows], graphs.attended[:rows] = (x[first : first + rows] for x in inputs)
+        graphs.project(layer, rows)
+        projected = graphs.qkv[:rows].copy()
+        graphs.fill_last(*(x[first : first + rows] for x in inputs))
+        return [projected, graphs.logits(range(rows), rows)]
+
+    reference = run(0, largest)
+    differs = {
+        rows: any(
+            not np.array_equal(alone.view(np.int32), among[first : first + rows].view(np.int32))
+            for first in (0, 17)
+            for alone, among in zip(run(first, rows), reference, strict=True)
+        )
+        for rows in (1, 2, 3, 4, 5, 8, 13, 31)
+        if 17 + rows <= largest
+    }
+    for least in (1, 2, 4, MOST_LEAST_ROWS):
+        if not any(bad for rows, bad in differs.items() if rows >= least):
+            return least
+    return None
+
+
+def probe(weights: Weights, kv_dtype: KvDtype, rows: int) -> str:
+    """Hash (hex xxh3_128) of what the operators in use make of fixed inputs."""
+    geometry = weights.geometry
+    outputs: list[npt.NDArray[Any]] = []
+    lengths = {geometry.hidden_size, geometry.num_heads * geometry.head_dim, geometry.ffn_size}
+    for length in sorted(lengths):
+        graph = Graph()
+        out = graph.linear("x", _pattern_linear(weights.head.bits, length), "probe")
+        session = graph.session({"x": length}, {out: _PROBE_COLUMNS})
+        outputs += [session.run(None, {"x": _pattern((n, length))})[0] for n in (rows, rows + 4)]
+    graph = Graph()
+    ones = _pattern((geometry.hidden_size,))
+    graph.norm("a", ones, "norm", geometry.norm_eps)
+    graph.add_norm("a", "norm.out", ones, "add_norm", geometry.norm_eps, "")
+    graph.swiglu("b")
+    session = graph.session(
+        {"a": geometry.hidden_size, "b": 2 * geometry.ffn_size},
+        {"add_norm.out": geometry.hidden_size, "swiglu.out": geometry.ffn_size},
+    )
+    outputs += session.run(
+        None,
+        {"a": _pattern((5, geometry.hidden_size)), "b": np.float32(4) * _pattern((5, 2 * geometry.ffn_size))},
+    )
+    outputs += rope_table(geometry, _PROBE_POSITIONS)
+    outputs += _probe_attention(geometry, kv_dtype)
+    digest = xxhash.xxh3_128()
+    for array in outputs:
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def rope_table(geometry: Geometry, positions: int) -> tuple[Floats, Floats]:
+    """Cosines and sines of the rotary embedding: two float32 [positions, rope.dim / 2], worked out in float64."""
+    frequencies, factor = geometry.rope.frequencies()
+    angles = np.arange(positions, dtype=np.float64)[:, None] * frequencies
+    return (np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * factor).astype(np.float32)
+
+
+def _probe_attention(geometry: Geometry, kv_dtype: KvDtype) -> list[npt.NDArray[Any]]:
+    """Keys and values of 600 positions written to pages, and the attention of the last 5 over them."""
+    heads = geometry.num_heads // geometry.num_kv_heads
+    dim, rows = geometry.head_dim, 600  # past one split of keys
+    pool = PagePool(
+        PageLayout(1, 1, dim, kv_dtype), 128, 5 * PageLayout(1, 1, dim, kv_dtype).page_nbytes(128)
+    )
+    qkv = _pattern((rows, (heads + 2) * dim))
+    positions = np.arange(rows, dtype=np.int32)
+    norm = _pattern((dim,)) if geometry.qk_norm else np.zeros(0, np.float32)
+    q = np.zeros((rows, heads, dim), np.float32)
+    out = np.zeros((5, heads, dim), np.float32)
+    places = np.stack([positions // 128, positions % 128], 1).astype(np.int32)
+    threads = numba.get_num_threads()
+    offsets = pool.layer_offsets(0)
+    attention.write(
+        qkv, norm, norm, np.float32(geometry.norm_eps), *rope_table(geometry, rows), pool.kv, pool.scales,
+        pool.quantised, places, positions, pool.page_size, 128, *offsets, 1, np.float32(dim**-0.5), threads, q,
+    )  # fmt: skip
+    attention.attend(
+        q[-5:], pool.kv, pool.scales, pool.quantised, np.arange(5, dtype=np.int32)[None], np.array([0, 5]),
+        np.array([rows - 5]), pool.page_size, 128, *offsets, 1, threads, out,
+    )  # fmt: skip
+    return [q[-5:], out, *(pool.layer_block(page, 0).copy() for page in range(5))]
+
+
+def _pattern(shape: tuple[int, ...]) -> Floats:
+    """Fixed float32 numbers in [-1, 1), multiples of 2^-15, the same on every machine."""
+    mixed = np.arange(int(np.prod(shape)), dtype=np.uint32) * np.uint32(2654435761)
+    mixed ^= mixed >> np.uint32(15)
+    values: Floats = (mixed >> np.uint32(8) & np.uint32(0xFFFF)).astype(np.float32)
+    return (values * np.float32(2**-15) - np.float32(1)).reshape(shape)
+
+
+def _pattern_linear(bits: Any, length: int) -> Linear:
+    """A fixed matrix [_PROBE_COLUMNS, length] as the engine's GEMM takes it."""
+    if bits == 32:
+        return Linear(32, length, _PROBE_COLUMNS, _pattern((length, _PROBE_COLUMNS)), None)
+    blocks = -(-length // 32)
+    values = (_pattern((_PROBE_COLUMNS, blocks, 4 * bits)) * np.float32(128) + np.float32(128)).astype(
+        np.uint8
+    )
+    return Linear(
+        bits, length, _PROBE_COLUMNS, values, _pattern((_PROBE_COLUMNS, blocks)) * np.float32(1 / 64)
+    )

@@ -1,0 +1,218 @@
+"""The page pool: all KV in memory, as pages that sequences share.
+
+A page is one contiguous block laid out exactly as the payload of its artifact, so a restore reads file
+bytes into it and a save writes it. Pages are counted by reference. A page nobody refers to any more
+stays as a RAM cache under its key until the pool needs room, least recently released first.
+"""
+
+import mmap
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kestrel.errors import CapacityError, ConfigError
+from kestrel.identity import Tokens, page_key
+from kestrel.store.layout import PageLayout
+
+
+@dataclass(frozen=True)
+class CachedPage:
+    """What the pool remembers of a page whose content is final: its place in the tree of prefixes."""
+
+    page: int
+    key: bytes
+    parent: bytes
+    tokens: Tokens  # [num_tokens]; fewer than page_tokens for a partial page
+
+
+class PagePool:
+    """A fixed number of pages in one lazily committed mapping: memory is used as pages are first touched."""
+
+    def __init__(self, layout: PageLayout, page_tokens: int, budget_nbytes: int):
+        """budget_nbytes: upper bound of all pages together; ConfigError if not even two pages fit."""
+        self.layout = layout
+        self.page_tokens = page_tokens
+        self.page_nbytes = layout.page_nbytes(page_tokens)
+        self.num_pages = budget_nbytes // self.page_nbytes
+        if self.num_pages < 2:
+            raise ConfigError(
+                f"engine.kv_ram_bytes={budget_nbytes} is too small: a page of {page_tokens} tokens takes "
+                f"{self.page_nbytes} bytes and at least two are needed"
+            )
+        # transparent huge pages would commit far more than is touched, so plain mmap and no advice
+        self._memory = mmap.mmap(-1, self.num_pages * self.page_nbytes)
+        self._bytes = np.frombuffer(self._memory, np.uint8)
+        self.scales: npt.NDArray[np.float32] = self._bytes.view(np.float32)
+        self.kv: npt.NDArray[Any] = self.scales if layout.kv_dtype == "float32" else self._bytes.view(np.int8)
+        self.quantised = layout.kv_dtype == "int8"
+        self.page_size = self.page_nbytes // self.kv.itemsize  # elements of kv from one page to the next
+        self._lock = threading.RLock()  # the writer thread releases pages too; guards all of the below
+        self._references = [0] * self.num_pages
+        self._never_used = iter(range(self.num_pages))
+        self._free: list[int] = []
+        self._cached: dict[bytes, CachedPage] = {}
+        self._children: dict[bytes, dict[bytes, None]] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached pages without references, oldest first
+
+    def layer_offsets(self, layer: int) -> tuple[int, int, int, int]:
+        """Where a layer's K, K scales, V and V scales begin inside a page.
+
+        K and V in elements of `kv`, scales in elements of `scales` (0 when the pool holds float32).
+        """
+        at = layer * self.layout.layer_nbytes(self.page_tokens)
+        offsets = {}
+        for name, _, _, nbytes in self.layout.layer_tensors(layer, self.page_tokens):
+            offsets[name.split(".")[-1]] = at
+            at += nbytes
+        size = self.kv.itemsize
+        return (
+            offsets["k"] // size,
+            offsets.get("k_scale", 0) // 4,
+            offsets["v"] // size,
+            offsets.get("v_scale", 0) // 4,
+        )
+
+    def layer_block(self, page: int, layer: int) -> npt.NDArray[np.uint8]:
+        """The bytes of one layer of one page: contiguous, writable, as in the artifact of a full page."""
+        nbytes = self.layout.layer_nbytes(self.page_tokens)
+        at = page * self.page_nbytes + layer * nbytes
+        return self._bytes[at : at + nbytes]
+
+    def layer_arrays(self, page: int, layer: int) -> list[tuple[npt.NDArray[Any], int]]:
+        """The tensors of one layer of one page as (array view, axis of tokens), in the artifact's order."""
+        block = self.layer_block(page, layer)
+        arrays = []
+        at = 0
+        for name, dtype, shape, nbytes in self.layout.layer_tensors(layer, self.page_tokens):
+            view = block[at : at + nbytes].view(np.int8 if dtype == "I8" else np.float32).reshape(shape)
+            arrays.append((view, 1 if name.endswith(".v") else len(shape) - 1))
+            at += nbytes
+        return arrays
+
+    def allocate(self) -> int:
+        """Take a page with one reference; its content is undefined. CapacityError when all are in use."""
+        with self._lock:
+            if self._free:
+                page = self._free.pop()
+            else:
+                page = next(self._never_used, -1)
+                if page < 0:
+                    if not self._idle:
+                        raise CapacityError(
+                            f"all {self.num_pages} KV pages ({self.num_pages * self.page_tokens} tokens) are in use; "
+                            "raise engine.kv_ram_bytes or send shorter prompts"
+                        )
+                    page, _ = self._idle.popitem(last=False)
+                    self._forget(page)
+            self._references[page] = 1
+            return page
+
+    def retain(self, page: int) -> None:
+        """Add a reference: the page's present rows stay as they are until it is released."""
+        with self._lock:
+            self._references[page] += 1
+            self._idle.pop(page, None)
+
+    def release(self, page: int) -> None:
+        """Drop a reference; the last one leaves the page as RAM cache if it has a key, else frees it."""
+        with self._lock:
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                if page in self._key_of:
+                    self._idle[page] = None
+                else:
+                    self._free.append(page)
+
+    def references(self, page: int) -> int:
+        """How many sequences, saves and restores hold the page."""
+        return self._references[page]
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` can still hand out."""
+        return self.num_pages - sum(1 for count in self._references if count)
+
+    def remember(self, page: int, parent: bytes, tokens: Tokens) -> None:
+        """Note the final content of a page so that later sequences find it; a shorter note of it is replaced.
+
+        A page that equals one already remembered stays unnamed and is freed with its last reference.
+        """
+        with self._lock:
+            key = page_key(parent, tokens)
+            if key in self._cached:
+                return
+            self._forget(page)
+            self._cached[key] = CachedPage(page, key, parent, tokens)
+            self._children.setdefault(parent, {})[key] = None
+            self._key_of[page] = key
+
+    def find(self, root: bytes, tokens: Tokens, at_least: int = 1) -> list[tuple[CachedPage, int]]:
+        """Longest prefix of `tokens` in memory: pages from the root key on, each with how many rows are usable.
+
+        Every page but the last is full and wholly matched.
+        """
+        with self._lock:
+            found: list[tuple[CachedPage, int]] = []
+            position, parent = 0, root
+            while position < len(tokens):
+                best: tuple[CachedPage, int] | None = None
+                wanted = tokens[position : position + self.page_tokens]
+                exact = self._cached.get(page_key(parent, wanted))
+                if exact is not None:
+                    best = (exact, len(wanted))
+                else:
+                    for key in self._children.get(parent, ()):
+                        page = self._cached[key]
+                        common = common_prefix(page.tokens, wanted)
+                        if common and (best is None or common > best[1]):
+                            best = (page, common)
+                if best is None:
+                    break
+                found.append(best)
+                position += best[1]
+                parent = best[0].key
+                if best[1] < self.page_tokens:
+                    break
+            return found if position >= at_least else []
+
+    def get(self, key: bytes) -> CachedPage | None:
+        """The remembered page of this key."""
+        return self._cached.get(key)
+
+    def copy(self, page: int) -> int:
+        """A new page with the same bytes and one reference."""
+        with self._lock:
+            self.retain(page)  # allocating must not take the very page that is copied
+            try:
+                target = self.allocate()
+                source = self._bytes[page * self.page_nbytes : (page + 1) * self.page_nbytes]
+                self._bytes[target * self.page_nbytes : (target + 1) * self.page_nbytes] = source
+            finally:
+                self.release(page)
+            return target
+
+    @property
+    def num_cached(self) -> int:
+        """Pages nobody refers to that are kept as RAM cache."""
+        return len(self._idle)
+
+    def _forget(self, page: int) -> None:
+        key = self._key_of.pop(page, None)
+        if key is not None:
+            cached = self._cached.pop(key)
+            siblings = self._children[cached.parent]
+            del siblings[key]
+            if not siblings:
+                del self._children[cached.parent]
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """How many leading token ids are equal."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n

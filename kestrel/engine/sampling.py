@@ -1,0 +1,109 @@
+"""Choosing the next token: greedy or sampled, reproducible from a seed whatever else is being served."""
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kestrel.engine.layers import Floats
+from kestrel.errors import RequestError
+from kestrel.identity import Tokens
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. Filters apply in the order top_k, min_p, top_p, on temperature-scaled probabilities.
+
+    temperature 0 is greedy (ties: lowest id). top_k 0, top_p 1 and min_p 0 switch those filters off.
+    repetition_penalty divides positive and multiplies negative logits of every token seen so far (Keskar
+    et al. 2019). seed None draws a fresh one. logprobs: how many alternatives to report, None for none.
+    RequestError when a value is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, ok, range_ in (
+            ("temperature", 0 <= self.temperature <= 100, "0 to 100"),
+            ("top_k", self.top_k >= 0, "0 or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 up to 1"),
+            ("min_p", 0 <= self.min_p <= 1, "0 to 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0 up to 100"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "0 to 20"),
+        ):
+            if not ok:
+                raise RequestError(f"{name} must be {range_}, found {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Natural-log probability of a chosen token, and of the likeliest ones (best first), before any filter."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Sampler:
+    """Picks the tokens of one sequence.
+
+    The random number of a position depends on seed and position alone, so a restart, a batch or a
+    cancelled neighbour cannot shift it.
+    """
+
+    def __init__(self, sampling: Sampling):
+        self.sampling = sampling
+        seed = int.from_bytes(os.urandom(8)) if sampling.seed is None else sampling.seed % 2**64
+        self._seed = seed
+
+    def pick(self, logits: Floats, seen: Tokens) -> tuple[int, TokenLogprob | None]:
+        """Choose the token that follows `seen` (prompt and answer so far) from float32 logits [vocab_size]."""
+        sampling = self.sampling
+        scores = logits.astype(np.float64)
+        if sampling.repetition_penalty != 1.0:
+            used = np.unique(seen)
+            values = scores[used]
+            scores[used] = np.where(
+                values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty
+            )
+        if sampling.temperature == 0:
+            token = int(np.argmax(scores))
+        else:
+            token = self._draw(scores / sampling.temperature, len(seen))
+        if sampling.logprobs is None:
+            return token, None
+        return token, _logprob(logits, token, sampling.logprobs)
+
+    def _draw(self, scores: npt.NDArray[np.float64], position: int) -> int:
+        sampling = self.sampling
+        ids = np.arange(len(scores))
+        if 0 < sampling.top_k < len(scores):
+            cut = np.partition(scores, -sampling.top_k)[-sampling.top_k]
+            ids = ids[scores >= cut]
+        order = np.argsort(-scores[ids], kind="stable")  # ties by id
+        ids = ids[order][: sampling.top_k or None]
+        weights = np.exp(scores[ids] - scores[ids[0]])
+        weights = weights[weights >= sampling.min_p]
+        cumulative = np.cumsum(weights)
+        if sampling.top_p < 1:
+            keep = int(np.searchsorted(cumulative, sampling.top_p * cumulative[-1])) + 1
+            cumulative = cumulative[:keep]
+        random = np.random.Generator(np.random.Philox(key=self._seed, counter=position)).random()
+        return int(
+            ids[min(np.searchsorted(cumulative, random * cumulative[-1], side="right"), len(cumulative) - 1)]
+        )
+
+
+def _logprob(logits: Floats, token: int, count: int) -> TokenLogprob:
+    scores = logits.astype(np.float64)
+    top = scores.max()
+    scores -= top + np.log(np.exp(scores - top).sum())
+    best = np.argsort(-scores, kind="stable")[:count] if count else np.zeros(0, np.int64)
+    return TokenLogprob(token, float(scores[token]), tuple((int(i), float(scores[i])) for i in best))

@@ -1,0 +1,69 @@
+"""Sampling follows its filters, is reproducible from its seed, and reports true probabilities."""
+
+import numpy as np
+import pytest
+
+from kestrel.engine.sampling import Sampler, Sampling
+from kestrel.errors import RequestError
+
+LOGITS = np.log(np.array([0.5, 0.25, 0.15, 0.1], np.float32))
+SEEN = np.array([3], np.int32)
+
+
+def drawn(sampling: Sampling, count: int = 400) -> np.ndarray:
+    sampler = Sampler(sampling)
+    tokens = [sampler.pick(LOGITS, np.arange(n + 1, dtype=np.int32) % 4)[0] for n in range(count)]
+    return np.bincount(tokens, minlength=4) / count
+
+
+def test_temperature_zero_takes_the_likeliest_and_the_lowest_id_of_equals() -> None:
+    assert Sampler(Sampling()).pick(LOGITS, SEEN)[0] == 0
+    assert Sampler(Sampling()).pick(np.array([1, 2, 2], np.float32), SEEN)[0] == 1
+
+
+def test_frequencies_follow_the_probabilities() -> None:
+    assert np.abs(drawn(Sampling(temperature=1, seed=1), 4000) - np.exp(LOGITS)).max() < 0.03
+
+
+@pytest.mark.parametrize(
+    "sampling, allowed",
+    [
+        (Sampling(temperature=1, seed=2, top_k=2), {0, 1}),
+        (Sampling(temperature=1, seed=2, top_p=0.74), {0, 1}),
+        (Sampling(temperature=1, seed=2, top_p=0.76), {0, 1, 2}),
+        (Sampling(temperature=1, seed=2, min_p=0.29), {0, 1, 2}),
+        (Sampling(temperature=1, seed=2, top_p=0.01), {0}),
+    ],
+)
+def test_filters_keep_exactly_the_tokens_they_name(sampling: Sampling, allowed: set[int]) -> None:
+    assert set(np.flatnonzero(drawn(sampling))) == allowed
+
+
+def test_a_seed_fixes_every_position_whatever_was_drawn_before() -> None:
+    a, b = Sampler(Sampling(temperature=1, seed=-7)), Sampler(Sampling(temperature=1, seed=-7))
+    positions = [np.zeros(n, np.int32) for n in range(1, 60)]
+    forwards = [a.pick(LOGITS, seen)[0] for seen in positions]
+    backwards = [b.pick(LOGITS, seen)[0] for seen in reversed(positions)]
+    assert forwards == backwards[::-1]
+    other = Sampler(Sampling(temperature=1, seed=8))
+    assert forwards != [other.pick(LOGITS, seen)[0] for seen in positions]
+
+
+def test_repetition_penalty_lowers_what_was_seen() -> None:
+    logits = np.array([2.0, 1.9, -1.0], np.float32)
+    assert Sampler(Sampling(repetition_penalty=1.5)).pick(logits, np.array([0], np.int32))[0] == 1
+
+
+def test_logprobs_are_those_of_the_unfiltered_distribution() -> None:
+    _, report = Sampler(Sampling(temperature=2, top_k=1, seed=0, logprobs=2)).pick(LOGITS, SEEN)
+    assert report is not None and report.token == 0
+    assert report.logprob == pytest.approx(np.log(0.5), abs=1e-6)
+    assert [token for token, _ in report.top] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "name, value", [("temperature", -1), ("top_p", 0), ("min_p", 2), ("logprobs", 99), ("top_k", -1)]
+)
+def test_values_out_of_range_are_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(RequestError, match=name):
+        Sampling(**{name: value})
