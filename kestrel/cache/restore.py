@@ -1,0 +1,143 @@
+"""Reading matched pages from the store into the pool while the tail is already being computed."""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kestrel.engine.pool import PagePool
+from kestrel.errors import ArtifactError
+from kestrel.store.match import PageRef
+from kestrel.store.store import OpenPage
+
+
+@dataclass(frozen=True)
+class Damage:
+    """The first page of a restore that could not be used, and why."""
+
+    ref: PageRef
+    error: ArtifactError
+
+
+class DamagedRestore(Exception):
+    """Raised into the step that waits for a layer: the hit is shorter than promised (see Restore.damage)."""
+
+
+class Restore:
+    """One reader thread that fills pool pages layer by layer, across all pages of a match.
+
+    A layer counts as ready when its bytes of every page are in the pool and their digests agree; a step
+    may then read it while later layers are still on the disk. Pages after a damaged one are abandoned,
+    those before it are read to the end. The caller keeps every page referenced until `join`.
+    """
+
+    def __init__(self, pool: PagePool, pages: Sequence[tuple[PageRef, OpenPage]], table: Sequence[int]):
+        """pages: what to read, opened and checked, in order of position; table: the sequence's pool pages."""
+        self._pool = pool
+        self._pages = list(pages)
+        self._table = table
+        self._ready = 0  # layers complete
+        self._changed = threading.Condition()
+        self._started = time.perf_counter()
+        self.seconds = 0.0  # from start to the last layer
+        self.nbytes = 0  # read so far
+        self.damage: Damage | None = None
+        self.failure: Exception | None = None  # a fault of the reader itself
+        self._thread = threading.Thread(target=self._read, name="kestrel-restore", daemon=True)
+        self._thread.start()
+
+    def wait(self, layer: int) -> None:
+        """Block until `layer` is ready. Raises DamagedRestore as soon as any page is known to be damaged."""
+        if self._ready > layer and self.damage is None:
+            return
+        with self._changed:
+            while self._ready <= layer and self.damage is None and self.failure is None:
+                self._changed.wait()
+        if self.damage is not None or self.failure is not None:
+            raise DamagedRestore
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to be read."""
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait until nothing is written to the pool any more. Raises what the reader itself failed with."""
+        self._thread.join()
+        if self.failure is not None:
+            raise self.failure
+
+    def _read(self) -> None:
+        try:
+            layers = self._pool.layout.num_layers
+            for layer in range(layers):
+                for index, (ref, page) in enumerate(self._pages):
+                    try:
+                        self.nbytes += read_layer(self._pool, page, ref, layer, self._table)
+                    except ArtifactError as error:
+                        with self._changed:
+                            self.damage = Damage(ref, error)
+                            self._changed.notify_all()
+                        del self._pages[index:]
+                        page.close()
+                        break
+                with self._changed:
+                    self._ready = layer + 1
+                    self._changed.notify_all()
+        except Exception as error:  # handed to join(): the step must not wait for ever
+            with self._changed:
+                self.failure = error
+                self._changed.notify_all()
+        finally:
+            for _, page in self._pages:
+                page.close()
+            self.seconds = time.perf_counter() - self._started
+
+
+def read_layer(pool: PagePool, page: OpenPage, ref: PageRef, layer: int, table: Sequence[int]) -> int:
+    """Read one layer of one artifact to where its rows belong in the pool; return the bytes read.
+
+    A full page that lies on the pool's own page boundaries is read in place. Others (partial pages, pages
+    of another size) are read aside, checked, and their rows are copied to their slots. Raises ArtifactError.
+    """
+    size = pool.page_tokens
+    if ref.first % size == 0 and ref.num_tokens == size:
+        block = pool.layer_block(table[ref.first // size], layer)
+        page.read_layer_into(layer, block)
+        return block.nbytes
+    aside = np.empty(pool.layout.layer_nbytes(ref.num_tokens), np.uint8)
+    page.read_layer_into(layer, aside)
+    at = 0
+    arrays = []
+    for name, dtype, shape, nbytes in pool.layout.layer_tensors(layer, ref.num_tokens):
+        rows = aside[at : at + nbytes].view(np.int8 if dtype == "I8" else np.float32).reshape(shape)
+        arrays.append(np.moveaxis(rows, 1 if name.endswith(".v") else -1, 0))
+        at += nbytes
+    done = 0
+    while done < ref.num_used:
+        number, slot = divmod(ref.first + done, size)
+        count = min(ref.num_used - done, size - slot)
+        for source, (target, axis) in zip(arrays, pool.layer_arrays(table[number], layer), strict=True):
+            np.moveaxis(target, axis, 0)[slot : slot + count] = source[done : done + count]
+        done += count
+    return aside.nbytes
+
+
+def cut_page(pool: PagePool, page: int, rows: int) -> list[np.ndarray]:
+    """The payload of an artifact of the first `rows` rows of a page: one uint8 array a layer."""
+    layers = range(pool.layout.num_layers)
+    if rows == pool.page_tokens:
+        return [pool.layer_block(page, layer) for layer in layers]
+    return [
+        np.concatenate(
+            [
+                np.ascontiguousarray(array[:, :rows] if axis == 1 else array[:, :, :rows])
+                .view(np.uint8)
+                .reshape(-1)
+                for array, axis in pool.layer_arrays(page, layer)
+            ]
+        )
+        for layer in layers
+    ]

@@ -1,0 +1,157 @@
+"""Writing finished pages to the store behind the requests' backs."""
+
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kestrel.cache.restore import cut_page
+from kestrel.engine.pool import PagePool
+from kestrel.errors import KestrelError
+from kestrel.identity import Namespace, Tokens
+from kestrel.store.store import Store
+
+
+@dataclass
+class SaveReport:
+    """What has been written for one request so far; filled in by the writer thread."""
+
+    bytes_written: int = 0
+    pages_written: int = 0
+
+
+@dataclass(frozen=True)
+class PageSave:
+    """A page to write: its rows in the pool, its place in the prefix, and whose request it belongs to."""
+
+    page: int
+    key: bytes
+    parent: bytes
+    first: int
+    tokens: Tokens
+    prefix_sha256: str
+    report: SaveReport = field(repr=False)
+
+
+@dataclass(frozen=True)
+class RequestEnd:
+    """Marks the end of a request's saves: `num_tokens` of its prefix are in the store once this is reached."""
+
+    num_tokens: int
+    key: bytes
+    report: SaveReport
+
+
+class Writer:
+    """One thread and a bounded queue. Pages in the queue are referenced, so they stay as they are.
+
+    Nothing here ever fails or delays a request: a full queue drops the page, a store that cannot be
+    written is reported once until it works again.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        pool: PagePool,
+        namespace: Namespace,
+        identity: Mapping[str, Any],
+        queue_pages: int,
+        log: Callable[[str], None],
+    ):
+        self._store = store
+        self._pool = pool
+        self._namespace = namespace
+        self._identity = identity
+        self._log = log
+        self._queue: queue.Queue[PageSave | RequestEnd | None] = queue.Queue()
+        self._room = threading.Semaphore(queue_pages)
+        self._failing = False
+        self.num_dropped = 0
+        self.bytes_written = 0
+        self._thread = threading.Thread(target=self._write_all, name="kestrel-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, save: PageSave) -> bool:
+        """Queue a page; False when the queue is full and the page is dropped."""
+        if not self._room.acquire(blocking=False):
+            self.num_dropped += 1
+            return False
+        self._pool.retain(save.page)
+        self._queue.put(save)
+        return True
+
+    def end_request(self, end: RequestEnd) -> None:
+        """Have the `saved` line printed when the pages queued so far are written."""
+        self._queue.put(end)
+
+    @property
+    def num_pending(self) -> int:
+        """Entries not yet worked through."""
+        return self._queue.unfinished_tasks
+
+    def drain(self) -> None:
+        """Wait until everything queued so far is written."""
+        self._queue.join()
+
+    def close(self) -> None:
+        """Write what is queued, then end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _write_all(self) -> None:
+        while True:
+            item = self._queue.get()
+            try:
+                if item is None:
+                    return
+                if isinstance(item, RequestEnd):
+                    self._report(item)
+                else:
+                    self._write(item)
+            finally:
+                self._queue.task_done()
+
+    def _write(self, save: PageSave) -> None:
+        try:
+            if self._is_covered(save):
+                return
+            written = self._store.publish(
+                self._namespace,
+                self._identity,
+                self._pool.layout,
+                save.key,
+                save.parent,
+                save.first,
+                save.tokens,
+                save.prefix_sha256,
+                cut_page(self._pool, save.page, len(save.tokens)),
+            )
+            if written:
+                save.report.bytes_written += written
+                save.report.pages_written += 1
+                self.bytes_written += written
+            self._store.remove_covered(self._namespace, save.parent, save.tokens)
+            self._failing = False
+        except Exception as error:  # the cache is an optimisation: say it once, go on
+            self.num_dropped += 1
+            if not self._failing:
+                self._log(f"[KV-DISK] not saved, pages are dropped until the store works again: {error}")
+                self._failing = True
+            if not isinstance(error, KestrelError):
+                self._log(traceback.format_exc())  # a fault of ours, not of the disk
+        finally:
+            self._pool.release(save.page)
+            self._room.release()
+
+    def _is_covered(self, save: PageSave) -> bool:
+        """Whether a longer page of the same place holds all of a partial page's tokens already."""
+        if len(save.tokens) == self._pool.page_tokens:
+            return False
+        return self._store.covers(self._namespace, save.parent, save.tokens)
+
+    def _report(self, end: RequestEnd) -> None:
+        if end.report.pages_written and not self._failing:
+            path = self._store.page_path(self._namespace.digest, end.key)
+            self._log(f"[KV-DISK] saved {end.num_tokens}-token KV -> {path}")

@@ -1,0 +1,226 @@
+"""One answer in the making: from a request to text, one engine step at a time."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kestrel.cache.sequence import CachedSequence, PrefixCache
+from kestrel.engine.layers import Floats
+from kestrel.engine.sampling import Sampler, Sampling, TokenLogprob
+from kestrel.errors import RequestError
+from kestrel.identity import as_tokens
+from kestrel.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to generate. `stop`: texts that end the answer and are not part of it. max_tokens is at least 1."""
+
+    tokens: list[int]
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A piece of the answer: text that is final, and the tokens sampled since the last piece.
+
+    Text may lag behind tokens: a half character or what may become a stop text is held back.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What happened to one request. Times in milliseconds from the moment the engine took it.
+
+    prompt = restored (read from disk) + ram (already in memory) + computed; cached = restored + ram.
+    prefill: lookup, restore and tail. ttft: until the first token was chosen. bytes_written: pages of
+    this request on disk so far; the writer may still be busy.
+    """
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    matched_tokens: int = 0
+    restored_tokens: int = 0
+    ram_tokens: int = 0
+    computed_tokens: int = 0
+    prefill_ms: float = 0.0
+    find_ms: float = 0.0
+    restore_ms: float = 0.0
+    ttft_ms: float = 0.0
+    wall_ms: float = 0.0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    miss_reason: str | None = None
+    diverged_at: int | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed."""
+        return self.restored_tokens + self.ram_tokens
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end of an answer: "stop" (end token or stop text), "length" or "cancelled"."""
+
+    finish_reason: str
+    stats: Stats
+
+
+class Generation:
+    """A request being answered. Feed it with steps until it is `finished`, and always `close` it.
+
+    Each round: let `PrefixCache.step` compute some of `sequence`'s pending tokens, then hand the logits to
+    `accept`; what became final is taken with `take`.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        cache: PrefixCache,
+        tokenizer: Tokenizer,
+        room: int,
+        log: Callable[[str], None],
+    ):
+        """room: most tokens that can be generated. RequestError, CapacityError."""
+        if request.max_tokens < 1:
+            raise RequestError(f"max_tokens must be at least 1, found {request.max_tokens}")
+        self.request = request
+        self._started = time.perf_counter()
+        self._first_token: float | None = None
+        self._log = log
+        self._sampler = Sampler(request.sampling)
+        self._answer = _Answer(request, tokenizer)
+        self._room = min(request.max_tokens, room)
+        self._completion_tokens = 0
+        self._finish_reason: str | None = None
+        self.sequence: CachedSequence = cache.open(request.tokens)
+        self._events: list[Delta | Finished] = []
+
+    @property
+    def finished(self) -> bool:
+        """Whether no more steps are needed."""
+        return self._finish_reason is not None
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether the prompt is not wholly computed yet."""
+        return self.sequence.num_computed < len(self.request.tokens)
+
+    def accept(self, logits: Floats | None) -> None:
+        """Take the logits of a step (None while the prompt is still pending) and choose the next token."""
+        if logits is None:
+            return
+        if self._first_token is None:
+            self._log(_prefill_line(self.sequence))
+        token, logprob = self._sampler.pick(logits, as_tokens(self.sequence.tokens))
+        self._first_token = self._first_token or time.perf_counter()
+        self._completion_tokens += 1
+        self._finish_reason = self._answer.push(token, logprob, self._completion_tokens == self._room)
+        if self._answer.pending:
+            self._events.append(self._answer.take())
+        if self._finish_reason is None:
+            self.sequence.extend(token)
+
+    def cancel(self) -> None:
+        """Finish here; what is computed stays in the cache."""
+        self._finish_reason = self._finish_reason or "cancelled"
+
+    def take(self) -> list[Delta | Finished]:
+        """What has become final since the last call; Finished comes last, after the pages are saved or queued."""
+        events, self._events = self._events, []
+        if self._finish_reason is not None:
+            self.close()
+            events.append(Finished(self._finish_reason, self.stats()))
+        return events
+
+    def stats(self) -> Stats:
+        """What happened so far."""
+        now = time.perf_counter()
+        prefill = {name: value for name, value in vars(self.sequence.stats).items() if name != "seconds"}
+        return Stats(
+            **prefill,
+            completion_tokens=self._completion_tokens,
+            ttft_ms=((self._first_token or now) - self._started) * 1e3,
+            wall_ms=(now - self._started) * 1e3,
+            bytes_written=self.sequence.saves.bytes_written,
+        )
+
+    def close(self) -> None:
+        """Let go of the pages; those that are complete stay in memory and in the store."""
+        self.sequence.close()
+
+
+def _prefill_line(sequence: CachedSequence) -> str:
+    stats = sequence.stats
+    parts = " ".join(f"{name}={seconds * 1e3:.1f}ms" for name, seconds in vars(stats.seconds).items())
+    return (
+        f"[PREFILL-TIMING] n={stats.computed_tokens} total={stats.prefill_ms:.1f}ms | "
+        f"cached={stats.restored_tokens + stats.ram_tokens} find={stats.find_ms:.1f}ms "
+        f"restore={stats.restore_ms:.1f}ms read={stats.bytes_read / 1e6:.1f}MB {parts}"
+    )
+
+
+class _Answer:
+    """Turns sampled tokens into final text: whole characters only, nothing that may belong to a stop text."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer):
+        self._request = request
+        self._eos = frozenset() if request.ignore_eos else tokenizer.eos_ids
+        self._stream = tokenizer.stream()
+        self._held = ""  # decoded, but perhaps the beginning of a stop text
+        self._text = ""
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    def push(self, token: int, logprob: TokenLogprob | None, last: bool) -> str | None:
+        """Take the next token; return the finish reason if it is the end. last: there is no room for another."""
+        self._tokens.append(token)
+        if logprob is not None:
+            self._logprobs.append(logprob)
+        if token in self._eos:
+            self._held += self._stream.flush()
+            self._release(final=True)
+            return "stop"
+        self._held += self._stream.push(token)
+        if last:
+            self._held += self._stream.flush()
+        ends = [at for at in (self._held.find(stop) for stop in self._request.stop) if at >= 0]
+        if ends:
+            self._held = self._held[: min(ends)]
+            self._release(final=True)
+            return "stop"
+        self._release(final=last)
+        return "length" if last else None
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is anything to hand out."""
+        return bool(self._text or self._tokens)
+
+    def take(self) -> Delta:
+        """Everything final since the last call."""
+        delta = Delta(
+            self._text, self._tokens, self._logprobs if self._request.sampling.logprobs is not None else None
+        )
+        self._text, self._tokens, self._logprobs = "", [], []
+        return delta
+
+    def _release(self, final: bool) -> None:
+        keep = 0
+        if not final:
+            for stop in self._request.stop:
+                for length in range(min(len(stop) - 1, len(self._held)), keep, -1):
+                    if self._held.endswith(stop[:length]):
+                        keep = length
+                        break
+        cut = len(self._held) - keep
+        self._text += self._held[:cut]
+        self._held = self._held[cut:]

@@ -1,0 +1,126 @@
+"""Saving costs a turn its new pages only, and never fails or delays a request."""
+
+from pathlib import Path
+
+import pytest
+
+from kestrel.errors import StoreError
+from kestrel.runtime import Delta, Finished, Request
+from tests.cache.conftest import Boot, logits_bits, tokens_of
+
+PROMPT = tokens_of(420)
+
+
+def test_the_second_turn_writes_its_new_pages_only(boot: Boot) -> None:
+    runtime = boot()
+    logits_bits(runtime, PROMPT)
+    runtime = boot()
+    longer = PROMPT + tokens_of(80, seed=4)
+    sequence = runtime.cache.open(longer)
+    sequence.prefill()
+    sequence.close()
+    runtime.writer.drain()
+    per_token = runtime.engine.geometry.kv_bytes_per_token
+    new = len(longer) - sequence.stats.matched_tokens
+    # the partial page is written again with its new rows; nothing before it is
+    assert sequence.saves.bytes_written < 2 * per_token * (new + 128)
+    assert sequence.saves.pages_written == 1
+
+
+def test_a_partial_page_goes_when_a_longer_one_covers_it(boot: Boot) -> None:
+    runtime = boot()
+    logits_bits(runtime, PROMPT, further=0)
+    assert sorted(row.num_tokens for row in runtime.store.list_pages()) == [36, 128, 128, 128]
+    logits_bits(runtime, PROMPT + tokens_of(20, seed=4), further=0)
+    assert sorted(row.num_tokens for row in runtime.store.list_pages()) == [56, 128, 128, 128]
+
+
+def test_a_prompt_inside_a_stored_prefix_writes_nothing(boot: Boot) -> None:
+    logits_bits(boot(), PROMPT, further=0)
+    runtime = boot()
+    logits_bits(runtime, PROMPT[:400], further=0)
+    assert sorted(row.num_tokens for row in runtime.store.list_pages()) == [36, 128, 128, 128]
+    assert not any("saved" in line for line in runtime.lines)
+
+
+def test_a_request_prints_one_saved_line_with_its_tokens_and_path(boot: Boot) -> None:
+    runtime = boot()
+    for event in runtime.generate(Request(PROMPT, 5, ignore_eos=True)):
+        assert isinstance(event, Delta | Finished)
+    runtime.writer.drain()
+    saved = [line for line in runtime.lines if "saved" in line]
+    assert len(saved) == 1 and saved[0].startswith("[KV-DISK] saved 424-token KV -> ")
+    assert Path(saved[0].split("-> ")[1]).is_file()
+
+
+def test_a_full_queue_drops_pages_and_the_answer_is_the_same(boot: Boot) -> None:
+    bits, _ = logits_bits(boot("cache=off"), PROMPT)
+    runtime = boot("cache.save_queue_pages=1")
+    publish = runtime.store.publish
+    import time
+
+    def slow(*args: object) -> int:
+        time.sleep(0.2)
+        return publish(*args)
+
+    runtime.store.publish = slow
+    assert logits_bits(runtime, PROMPT)[0] == bits
+    assert runtime.writer.num_dropped > 0
+    assert len(runtime.store.list_pages()) < 4
+
+
+def test_a_store_that_cannot_be_written_is_reported_once_and_used_again_when_it_can(boot: Boot) -> None:
+    runtime = boot()
+    publish = runtime.store.publish
+
+    def failing(*args: object) -> int:
+        raise StoreError("no space left on device")
+
+    runtime.store.publish = failing
+    logits_bits(runtime, PROMPT)
+    logits_bits(runtime, tokens_of(300, seed=8))
+    assert len([line for line in runtime.lines if "no space left" in line]) == 1
+    runtime.store.publish = publish
+    logits_bits(runtime, tokens_of(300, seed=9))
+    assert any("saved 303-token" in line for line in runtime.lines)
+
+
+def test_positions_beyond_the_limit_are_not_saved(boot: Boot) -> None:
+    runtime = boot("cache.max_prefix_tokens=256")
+    logits_bits(runtime, PROMPT)
+    assert sorted(row.first for row in runtime.store.list_pages()) == [0, 128]
+
+
+def test_a_cancelled_prefill_keeps_what_it_computed(boot: Boot) -> None:
+    runtime = boot("engine.chunk_tokens=64")
+    steps = []
+
+    def cancelled() -> bool:
+        steps.append(1)
+        return len(steps) > 4
+
+    events = list(runtime.generate(Request(PROMPT, 5), cancelled))
+    assert isinstance(events[-1], Finished) and events[-1].finish_reason == "cancelled"
+    runtime.writer.drain()
+    _, stats = logits_bits(boot(), PROMPT)
+    assert stats.restored_tokens == 256
+
+
+def test_closing_a_restore_before_its_first_step_keeps_the_store_as_it_is(boot: Boot) -> None:
+    runtime = boot()
+    logits_bits(runtime, PROMPT, further=0)
+    before = {row.key for row in runtime.store.list_pages()}
+    runtime = boot()
+    assert [e.finish_reason for e in runtime.generate(Request(PROMPT, 5), lambda: True)] == ["cancelled"]
+    runtime.writer.drain()
+    assert {row.key for row in runtime.store.list_pages()} == before
+    assert logits_bits(runtime, PROMPT)[1].ram_tokens == 419
+
+
+@pytest.mark.parametrize("kv", ["float32", "int8"])
+def test_a_store_within_its_limits_evicts_leaves_and_answers_stay_right(boot: Boot, kv: str) -> None:
+    runtime = boot("cache.max_files=3", f"engine.kv={kv}")
+    bits = [logits_bits(runtime, tokens_of(300, seed))[0] for seed in range(3)]
+    assert len(runtime.store.list_pages()) <= 3
+    runtime = boot("cache.max_files=3", f"engine.kv={kv}")
+    assert [logits_bits(runtime, tokens_of(300, seed))[0] for seed in range(3)] == bits
