@@ -15,6 +15,7 @@ import onnxruntime as ort
 
 from kestrel.errors import RequestError
 from kestrel.models.geometry import Geometry
+from kestrel.models.quantisation import BLOCKS
 from kestrel.models.weights import Linear, Weights
 
 Floats = npt.NDArray[np.float32]
@@ -58,7 +59,7 @@ class Graph:
         return name
 
     def linear(self, x: str, weight: Linear, name: str) -> str:
-        """x @ weight, float32 in and out; int8 and int4 weights meet activations quantised a block of 32 at a time."""
+        """x @ weight, float32 in and out; int8 and int4 weights meet activations in 8 bits, a block at a time."""
         if weight.bits == 32:
             return self.node("MatMul", [x, self.weight(name, weight.values)], [f"{name}.out"])
         assert weight.scales is not None
@@ -70,8 +71,8 @@ class Graph:
             K=weight.in_features,
             N=weight.out_features,
             bits=weight.bits,
-            block_size=32,
-            accuracy_level=4,  # with blocks of 32 a row's result does not depend on the rows beside it
+            block_size=BLOCKS[weight.bits],
+            accuracy_level=4,  # with blocks of 16 and 32 a row's result does not depend on the rows beside it
         )
 
     def norm(self, x: str, weight: Floats, name: str, eps: float) -> str:

@@ -18,6 +18,7 @@ from kestrel.engine import attention
 from kestrel.engine.layers import Floats, Graph, LayerGraphs
 from kestrel.engine.pool import PagePool
 from kestrel.models.geometry import Geometry
+from kestrel.models.quantisation import BLOCKS, num_blocks
 from kestrel.models.weights import Linear, Weights
 from kestrel.store.layout import KvDtype, PageLayout
 
@@ -82,10 +83,13 @@ def probe(weights: Weights, kv_dtype: KvDtype, rows: int) -> str:
     """Hash (hex xxh3_128) of what the operators in use make of fixed inputs."""
     geometry = weights.geometry
     outputs: list[npt.NDArray[Any]] = []
-    lengths = {geometry.hidden_size, geometry.num_heads * geometry.head_dim, geometry.ffn_size}
-    for length in sorted(lengths):
+    layer = weights.layers[0]
+    matrices = {
+        (linear.bits, linear.in_features) for linear in (layer.qkv, layer.o, layer.down, weights.head)
+    }
+    for bits, length in sorted(matrices):
         graph = Graph()
-        out = graph.linear("x", _pattern_linear(weights.head.bits, length), "probe")
+        out = graph.linear("x", _pattern_linear(bits, length), "probe")
         session = graph.session({"x": length}, {out: _PROBE_COLUMNS})
         outputs += [session.run(None, {"x": _pattern((n, length))})[0] for n in (rows, rows + 4)]
     graph = Graph()
@@ -154,10 +158,10 @@ def _pattern_linear(bits: Any, length: int) -> Linear:
     """A fixed matrix [_PROBE_COLUMNS, length] as the engine's GEMM takes it."""
     if bits == 32:
         return Linear(32, length, _PROBE_COLUMNS, _pattern((length, _PROBE_COLUMNS)), None)
-    blocks = -(-length // 32)
-    values = (_pattern((_PROBE_COLUMNS, blocks, 4 * bits)) * np.float32(128) + np.float32(128)).astype(
-        np.uint8
-    )
+    blocks = num_blocks(length, bits)
+    values = (
+        _pattern((_PROBE_COLUMNS, blocks, BLOCKS[bits] * bits // 8)) * np.float32(128) + np.float32(128)
+    ).astype(np.uint8)
     return Linear(
         bits, length, _PROBE_COLUMNS, values, _pattern((_PROBE_COLUMNS, blocks)) * np.float32(1 / 64)
     )
