@@ -1,0 +1,320 @@
+"""Artifact files: the header codec and the reader. FORMAT.md beside this module describes every byte.
+
+A header is a pure function of its content, so the reader does not search a found header for things that
+might be wrong: it takes the few facts out of it, encodes them again and demands the same bytes.
+"""
+
+import hashlib
+import json
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, cast, get_args
+
+import numpy as np
+import xxhash
+
+from kestrel.errors import ArtifactError
+from kestrel.identity import FORMAT, Tokens, canonical_json, page_key
+from kestrel.store.layout import SAFETENSORS_DTYPES, KvDtype, PageLayout, TensorSpec, tensor_spec
+
+ALIGNMENT = 64  # the payload starts on a cache line, so a mapped file can be read in place by vector code
+LENGTH_NBYTES = 8  # the little-endian u64 in front of the JSON
+MAX_HEADER_NBYTES = 1 << 20  # 2,000 int8 layers fit; what a hostile length field can make a reader allocate
+MAX_DIMENSION = 1 << 24  # largest count a header may name: bounds every size worked out from it
+
+HEX_DIGEST = re.compile(r"[0-9a-f]{32}")
+HEX_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+TYPE_NAMES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items() if dtype in get_args(KvDtype)}
+
+
+@dataclass(frozen=True)
+class PageHeader:
+    """What an artifact says about itself, beside the shapes. Digests and keys are lower-case hex."""
+
+    namespace: str  # full digest of the identity, 32 digits
+    key: str  # 32 digits
+    parent: str  # key of the page before, or the namespace digest for the page at position 0
+    first: int  # position of the page's first token
+    num_tokens: int
+    prefix_sha256: str  # of all token ids in positions [0, first + num_tokens)
+    layer_digests: tuple[str, ...]  # xxh3_128 of each layer's bytes
+
+
+class ArtifactHead(NamedTuple):
+    """A checked header and the token ids; layer l starts at payload_start + l * layer_nbytes(num_tokens)."""
+
+    header: PageHeader
+    layout: PageLayout
+    tokens: Tokens
+    payload_start: int
+
+
+def artifact_tensors(layout: PageLayout, num_tokens: int) -> list[TensorSpec]:
+    """Every tensor of an artifact in file order: the layers, then the token ids."""
+    return [*layout.tensors(num_tokens), tensor_spec("tokens", "I32", (num_tokens,))]
+
+
+def encode_header(layout: PageLayout, header: PageHeader) -> bytes:
+    """The bytes in front of the payload: length, canonical JSON, spaces up to a multiple of 64.
+
+    Raises ValueError if the header would not fit MAX_HEADER_NBYTES.
+    """
+    facts = {
+        "first": header.first,
+        "format": FORMAT,
+        "key": header.key,
+        "layer_digests": list(header.layer_digests),
+        "namespace": header.namespace,
+        "num_tokens": header.num_tokens,
+        "parent": header.parent,
+        "prefix_sha256": header.prefix_sha256,
+    }
+    # One metadata key: the safetensors library writes several in random order.
+    entries: dict[str, Any] = {"__metadata__": {"kestrel": canonical_json(facts).decode("ascii")}}
+    offset = 0
+    for spec in artifact_tensors(layout, header.num_tokens):
+        entries[spec.name] = {
+            "data_offsets": [offset, offset + spec.nbytes],
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+        }
+        offset += spec.nbytes
+    text = canonical_json(entries)
+    text += b" " * (-(LENGTH_NBYTES + len(text)) % ALIGNMENT)
+    if LENGTH_NBYTES + len(text) > MAX_HEADER_NBYTES:
+        raise ValueError(f"a header of {len(text)} bytes exceeds the limit of {MAX_HEADER_NBYTES}")
+    return len(text).to_bytes(LENGTH_NBYTES, "little") + text
+
+
+def read_header(fd: int, layout: PageLayout | None) -> ArtifactHead:
+    """Read and check everything of an open artifact except the bytes of its layers.
+
+    The file must be a regular file of exactly the size its header implies, the header exactly the bytes
+    `encode_header` writes, `key` the digest of `parent` and the tokens, and, for a page at position 0,
+    `parent` the namespace and `prefix_sha256` that of the tokens. With a `layout` the shapes must be its
+    shapes. Reads at most MAX_HEADER_NBYTES plus the token ids, whatever the file claims. Raises ArtifactError
+    with the reason.
+    """
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise ArtifactError("expected a regular file, found another kind")
+    length_bytes = read_exactly(fd, LENGTH_NBYTES, 0)
+    text_nbytes = int.from_bytes(length_bytes, "little")
+    payload_start = LENGTH_NBYTES + text_nbytes
+    if payload_start > min(MAX_HEADER_NBYTES, status.st_size):
+        raise ArtifactError(
+            f"header length {text_nbytes} exceeds the file ({status.st_size} bytes) "
+            f"or the limit ({MAX_HEADER_NBYTES} bytes)"
+        )
+    text = read_exactly(fd, text_nbytes, LENGTH_NBYTES)
+    entries = parse_object(text, "header")
+    header = parse_facts(entries)
+    found_layout = parse_layout(entries, header)
+    if layout is not None and found_layout != layout:
+        raise ArtifactError(f"expected pages of {layout}, found {found_layout}")
+    check_entries(entries, found_layout, header)
+    if encode_header(found_layout, header) != length_bytes + text:
+        raise ArtifactError("header is not canonical JSON padded to a multiple of 64 bytes")
+
+    tokens_start = payload_start + found_layout.page_nbytes(header.num_tokens)
+    expected_size = tokens_start + 4 * header.num_tokens
+    if status.st_size != expected_size:
+        raise ArtifactError(f"expected {expected_size} bytes, found {status.st_size}")
+    tokens = np.frombuffer(read_exactly(fd, 4 * header.num_tokens, tokens_start), dtype="<i4")
+    check_chain(header, tokens)
+    return ArtifactHead(header, found_layout, tokens, payload_start)
+
+
+def read_exactly(fd: int, nbytes: int, offset: int) -> bytes:
+    """`nbytes` bytes from `offset`; raises ArtifactError if the file ends before or cannot be read."""
+    buffer = bytearray(nbytes)
+    read_into(fd, memoryview(buffer), offset)
+    return bytes(buffer)
+
+
+def read_into(fd: int, buffer: memoryview, offset: int) -> None:
+    """Fill a writable byte buffer from `offset`; ArtifactError if the file is too short or unreadable."""
+    done = 0
+    while done < len(buffer):
+        try:
+            count = os.preadv(fd, [buffer[done:]], offset + done)
+        except OSError as error:
+            raise ArtifactError(f"read of {len(buffer)} bytes at {offset} failed: {error}") from error
+        if count == 0:
+            raise ArtifactError(f"expected {len(buffer)} bytes at {offset}, the file ends after {done}")
+        done += count
+
+
+def parse_object(text: bytes | str, what: str) -> dict[str, Any]:
+    """A JSON object; anything else, however malformed or deeply nested, is an ArtifactError."""
+    try:
+        value = json.loads(text if isinstance(text, str) else text.decode("ascii"))
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise ArtifactError(f"{what} is not ASCII JSON: {type(error).__name__}: {error}"[:300]) from error
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{what} must be a JSON object, found {type(value).__name__}")
+    return value
+
+
+def parse_facts(entries: dict[str, Any]) -> PageHeader:
+    """The page's facts from the one metadata key; every value is checked for type, form and range."""
+    metadata = entries.get("__metadata__")
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("kestrel"), str):
+        raise ArtifactError("metadata key 'kestrel' is missing: not a Kestrel artifact")
+    facts = parse_object(metadata["kestrel"], "metadata 'kestrel'")
+    if facts.get("format") != FORMAT:
+        raise ArtifactError(f"expected format {FORMAT}, found {str(facts.get('format'))[:40]}")
+    digests = facts.get("layer_digests")
+    if not isinstance(digests, list) or not digests:
+        raise ArtifactError("layer_digests must be a list with one digest per layer")
+    num_tokens = parse_count(facts.get("num_tokens"), "num_tokens")
+    first = 0 if parse_is_zero(facts.get("first")) else parse_count(facts.get("first"), "first")
+    return PageHeader(
+        namespace=parse_hex(facts.get("namespace"), "namespace", HEX_DIGEST),
+        key=parse_hex(facts.get("key"), "key", HEX_DIGEST),
+        parent=parse_hex(facts.get("parent"), "parent", HEX_DIGEST),
+        first=first,
+        num_tokens=num_tokens,
+        prefix_sha256=parse_hex(facts.get("prefix_sha256"), "prefix_sha256", HEX_SHA256),
+        layer_digests=tuple(parse_hex(digest, "layer digest", HEX_DIGEST) for digest in digests),
+    )
+
+
+def parse_is_zero(value: Any) -> bool:
+    """Whether a JSON value is the integer 0 (and not false or 0.0)."""
+    return type(value) is int and value == 0
+
+
+def parse_count(value: Any, what: str) -> int:
+    """A positive integer no larger than MAX_DIMENSION; true and 1.0 are not integers."""
+    if type(value) is not int or not 1 <= value <= MAX_DIMENSION:
+        raise ArtifactError(f"{what} must be an integer in [1, {MAX_DIMENSION}], found {str(value)[:40]}")
+    return value
+
+
+def parse_hex(value: Any, what: str, form: re.Pattern[str]) -> str:
+    """A lower-case hex string of the length `form` demands."""
+    if not isinstance(value, str) or not form.fullmatch(value):
+        raise ArtifactError(f"{what} must match {form.pattern}, found {str(value)[:80]!r}")
+    return value
+
+
+def parse_layout(entries: dict[str, Any], header: PageHeader) -> PageLayout:
+    """The layout that layer 0 and the number of layer digests imply; `check_entries` checks the rest."""
+    k = entries.get("layers.0.k")
+    shape = k.get("shape") if isinstance(k, dict) else None
+    if not isinstance(k, dict) or not isinstance(shape, list) or len(shape) != 3:
+        raise ArtifactError("tensor layers.0.k [kv_heads, head_dim, n] is missing")
+    dtype = k.get("dtype")
+    if not isinstance(dtype, str) or dtype not in TYPE_NAMES:
+        raise ArtifactError(f"layers.0.k must be one of {sorted(TYPE_NAMES)}, found {str(dtype)[:40]!r}")
+    try:
+        return PageLayout(
+            num_layers=len(header.layer_digests),
+            num_kv_heads=parse_count(shape[0], "kv_heads"),
+            head_dim=parse_count(shape[1], "head_dim"),
+            kv_dtype=cast(KvDtype, TYPE_NAMES[dtype]),
+        )
+    except ValueError as error:
+        raise ArtifactError(str(error)) from error
+
+
+def check_entries(entries: dict[str, Any], layout: PageLayout, header: PageHeader) -> None:
+    """Raise for the first tensor whose dtype, shape or offsets are not the layout's, or that is extra."""
+    offset = 0
+    expected_names = {"__metadata__"}
+    for spec in artifact_tensors(layout, header.num_tokens):
+        expected = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.nbytes],
+        }
+        if entries.get(spec.name) != expected:
+            raise ArtifactError(
+                f"tensor {spec.name}: expected {expected}, found {str(entries.get(spec.name))[:200]}"
+            )
+        expected_names.add(spec.name)
+        offset += spec.nbytes
+    if len(entries) != len(expected_names):
+        extra = sorted(entries.keys() - expected_names)
+        raise ArtifactError(f"unexpected tensor {extra[0][:80]!r}")
+
+
+def check_chain(header: PageHeader, tokens: Tokens) -> None:
+    """Check the links that need nothing but this file: key, and what holds for a page at position 0."""
+    if page_key(bytes.fromhex(header.parent), tokens).hex() != header.key:
+        raise ArtifactError(f"key {header.key} is not the digest of its parent and tokens")
+    if (header.first == 0) != (header.parent == header.namespace):
+        raise ArtifactError(f"page at position {header.first} has parent {header.parent}")
+    if header.first == 0 and hashlib.sha256(tokens.tobytes()).hexdigest() != header.prefix_sha256:
+        raise ArtifactError("prefix_sha256 is not that of the tokens")
+
+
+class OpenPage:
+    """An artifact open for reading; a context manager that closes the file.
+
+    The open file keeps working when the page is evicted meanwhile, by whichever process. Not for two threads
+    at once.
+    """
+
+    def __init__(self, fd: int, path: Path, layout: PageLayout | None) -> None:
+        """Take over `fd` and check the header; on ArtifactError `fd` is closed. `path` is for messages only."""
+        self.fd = fd
+        self.path = path
+        try:
+            self.header, self.layout, self.tokens, self.payload_start = read_header(fd, layout)
+        except ArtifactError as error:
+            self.close()
+            raise ArtifactError(f"{path}: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def layer_nbytes(self) -> int:
+        """Bytes of one layer of this page."""
+        return self.layout.layer_nbytes(self.header.num_tokens)
+
+    def read_layer_into(self, layer: int, buffer: Any) -> None:
+        """Read layer `layer` straight into `buffer` and check its digest.
+
+        `buffer` is a writable C-contiguous buffer (memoryview, ndarray, bytearray) of exactly `layer_nbytes`
+        bytes, else ValueError. Raises ArtifactError on damage; what `buffer` then holds must not be used.
+        """
+        if not 0 <= layer < self.layout.num_layers:
+            raise ValueError(f"layer must be in [0, {self.layout.num_layers}), found {layer}")
+        view = memoryview(buffer)
+        if view.readonly or not view.c_contiguous or view.nbytes != self.layer_nbytes:
+            raise ValueError(
+                f"expected a writable C-contiguous buffer of {self.layer_nbytes} bytes, "
+                f"found {view.nbytes} bytes, readonly={view.readonly}, contiguous={view.c_contiguous}"
+            )
+        view = view.cast("B")
+        try:
+            read_into(self.fd, view, self.payload_start + layer * self.layer_nbytes)
+        except ArtifactError as error:
+            raise ArtifactError(f"{self.path}: layer {layer}: {error}") from error
+        expected, found = self.header.layer_digests[layer], xxhash.xxh3_128_hexdigest(view)
+        if found != expected:
+            raise ArtifactError(
+                f"{self.path}: layer {layer} is damaged: expected digest {expected}, found {found}"
+            )
+
+    def close(self) -> None:
+        """Close the file; further calls do nothing."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __enter__(self) -> "OpenPage":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

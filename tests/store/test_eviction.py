@@ -1,0 +1,304 @@
+"""Promise: limits are never exceeded, and what leaves is what is least missed: never a page others depend on."""
+
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from kestrel.errors import StoreError
+from kestrel.identity import Tokens, as_tokens
+from kestrel.store.catalog import LOG_NBYTES
+from kestrel.store.store import Store
+from tests.store.pages import LAYOUT, NAMESPACE, all_bytes, open_store, publish, restore
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def session(number: int, num_tokens: int = 32) -> Tokens:
+    """Tokens of a session that shares nothing with others."""
+    return as_tokens(range(1000 * number, 1000 * number + num_tokens))
+
+
+def stored(store: Store) -> set[bytes]:
+    return {row.key for row in store.list_pages()}
+
+
+def test_bytes_on_disk_never_exceed_the_limit(root: Path) -> None:
+    """Measured from outside after each of hundreds of saves, with strangers, damage and restarts in between."""
+    limit = 1200 * KIB
+    rng = random.Random(3)
+    store = open_store(root, max_bytes=limit)
+    sessions: list[Tokens] = []
+    damaged = {NAMESPACE.digest}
+    for step in range(100):
+        base = (
+            rng.choice(sessions)[: rng.randrange(1, 64)] if sessions and rng.random() < 0.5 else as_tokens([])
+        )
+        tokens = as_tokens([*base, *rng.choices(range(50), k=rng.randrange(1, 200))])
+        sessions.append(tokens)
+        publish(store, tokens, rng.choice([16, 64, 200]))
+        assert all_bytes(root) <= limit
+        assert store.usage().bytes == all_bytes(root)
+        if step % 10 == 0:
+            (root / f"stranger-{step}").write_bytes(bytes(rng.randrange(20_000)))
+        if step % 15 == 0:
+            path = rng.choice([path for path in root.rglob("*.safetensors")])
+            path.write_bytes(bytes(100))
+            store.quarantine(path, "a test")
+            damaged.add(bytes.fromhex(path.stem))
+        if step % 40 == 39:
+            store.touch(rng.sample(sorted(stored(store)), 10))
+            store.close()
+            store = open_store(root, max_bytes=limit)
+    assert store.stats()["evicted_pages"] > 5
+    known = stored(store)
+    for row in store.list_pages():  # whatever is left is whole chains, but for what the test broke
+        assert row.parent in known | damaged
+    assert store.verify().damaged == ()
+    store.close()
+
+
+@pytest.mark.parametrize(("limit", "pages"), [("max_files", 10), ("max_tokens", 160)])
+def test_files_and_tokens_never_exceed_their_limit(root: Path, limit: str, pages: int) -> None:
+    with open_store(root, **{limit: pages}) as store:
+        for number in range(12):
+            publish(store, session(number, 50))
+            usage = store.usage()
+            assert usage.files == len(list(root.rglob("*.safetensors")))
+            assert (usage.files if limit == "max_files" else usage.tokens) <= pages
+        assert restore(store, session(11, 50)) == 50  # the last session is all there
+
+
+def test_least_recently_used_leaves_first(root: Path) -> None:
+    with open_store(root, max_files=6) as store:
+        keys = [publish(store, session(number)) for number in range(3)]
+        store.touch(keys[0])
+        publish(store, session(3))
+        assert stored(store) >= {*keys[0], *keys[2]} and not stored(store) & {*keys[1]}
+
+
+def test_children_leave_before_parents(root: Path) -> None:
+    """The oldest page of all stays as long as anything builds on it."""
+    with open_store(root, max_files=5) as store:
+        system = session(0, 16)
+        (parent,) = publish(store, system)
+        for number in range(1, 9):
+            publish(store, as_tokens([*system, *session(number, 16)]))
+            assert parent in stored(store)
+        assert store.usage().files == 5
+
+
+def test_pinned_pages_and_what_they_build_on_stay(root: Path) -> None:
+    with open_store(root, max_files=4, ttl_seconds=0.0) as store:
+        keys = publish(store, session(0, 48))
+        assert store.pin(keys[1:2]) == 1
+        for number in range(1, 5):
+            publish(store, session(number, 32))
+        time.sleep(0.01)
+        store.sweep()
+        assert stored(store) == {*keys[:2]}
+        with pytest.raises(StoreError, match="unpin pages"):
+            publish(store, session(9, 64))
+        assert store.unpin(keys[1:2]) == 1
+        store.sweep()
+        assert stored(store) == set()
+        assert store.pin(keys) == 0
+
+
+def test_pins_outlast_a_restart(root: Path) -> None:
+    with open_store(root) as store:
+        keys = publish(store, session(0))
+        store.pin(keys)
+    with open_store(root, max_files=1) as store:
+        assert store.sweep() == []
+        assert all(row.pinned for row in store.list_pages())
+
+
+def test_pages_of_a_request_in_flight_stay(root: Path) -> None:
+    with open_store(root, max_files=2) as store:
+        keys = publish(store, session(0))
+        with store.protect(keys[1:]), store.protect(keys[1:]):
+            pass
+        with store.protect(keys[1:]):
+            with pytest.raises(StoreError):
+                publish(store, session(1))
+            assert stored(store) == {*keys}
+        publish(store, session(1))
+        assert not stored(store) & {*keys}
+
+
+def test_a_page_does_not_evict_its_own_parent(root: Path) -> None:
+    with open_store(root, max_files=2) as store:
+        publish(store, session(0, 16))
+        keys = publish(store, session(1, 32))
+        assert stored(store) == {*keys}
+        with pytest.raises(StoreError):  # the third page of the chain has nothing it could replace
+            publish(store, session(1, 48))
+        assert stored(store) == {*keys}
+
+
+def test_nothing_is_evicted_in_vain(root: Path) -> None:
+    with open_store(root, max_bytes=MIB) as store:
+        keys = [*publish(store, session(0)), *publish(store, session(1))]
+        with pytest.raises(StoreError, match="does not fit.*bytes over max_bytes.*Raise the limits"):
+            publish(store, session(2, 20_000), 20_000)
+        assert stored(store) == {*keys}
+
+
+def test_expired_pages_leave_first_and_at_every_sweep(root: Path) -> None:
+    with open_store(root, ttl_seconds=0.5) as store:
+        old = publish(store, session(0, 48))
+        fresh = publish(store, session(1))
+        assert store.sweep() == []
+        time.sleep(0.6)
+        store.touch(fresh)
+        store.touch(old[:1])
+        planned = store.sweep(dry_run=True)
+        assert [(eviction.key, eviction.reason) for eviction in planned] == [
+            (old[2], "expired"),
+            (old[1], "expired"),
+        ]
+        assert stored(store) == {*old, *fresh}
+        assert [eviction.key for eviction in store.sweep()] == [old[2], old[1]]
+        assert stored(store) == {old[0], *fresh}
+
+
+def test_a_dry_run_tells_and_does_nothing(root: Path) -> None:
+    with open_store(root) as store:
+        keys = publish(store, session(0))
+    with open_store(root, max_files=1) as store:
+        (eviction,) = store.sweep(dry_run=True)
+        assert (eviction.key, eviction.reason) == (keys[1], "least recently used")
+        assert eviction.path.stat().st_size == eviction.nbytes and eviction.num_links == 1
+        assert stored(store) == {*keys}
+
+
+def test_what_became_needed_since_the_plan_was_made_stays(root: Path) -> None:
+    """Another process may pin a page or save a child between planning and removing."""
+    with open_store(root) as store:
+        parent, pinned, protected, idle = (publish(store, session(number, 16))[0] for number in range(4))
+    with open_store(root, max_files=0) as store:
+        plan = store.sweep(dry_run=True)
+        assert {eviction.key for eviction in plan} == {parent, pinned, protected, idle}
+        with open_store(root) as other:
+            child = publish(other, session(0, 32))[1]
+            other.pin([pinned])
+        with store.protect([protected]):
+            done = store._room.evict(store._current_catalog(), plan)
+        assert [eviction.key for eviction in done] == [idle]
+        assert stored(store) == {parent, child, pinned, protected}
+
+
+def test_quarantined_files_go_before_pages(root: Path) -> None:
+    nbytes = 400 * KIB
+    tokens = nbytes // LAYOUT.page_nbytes(1)
+    with open_store(root, max_bytes=LOG_NBYTES + 3 * nbytes) as store:
+        first, second = (publish(store, session(number, tokens), tokens)[0] for number in range(2))
+        path = store.page_path(NAMESPACE.digest, first)
+        path.write_bytes(path.read_bytes()[:-1])
+        assert restore(store, session(0, tokens)) == 0
+        assert store.usage().quarantined == 1
+        publish(store, session(2, tokens), tokens)
+        assert store.usage().quarantined == 0
+        assert second in stored(store)
+        assert store.stats()["deleted_quarantined_files"] == 1
+
+
+def test_strangers_are_counted_and_never_deleted(root: Path) -> None:
+    with open_store(root, max_bytes=2 * MIB) as store:
+        (key,) = publish(store, session(0, 16))
+        page = store.page_path(NAMESPACE.digest, key)
+        strangers = [
+            root / "notes.txt",
+            root / ".gitignore",
+            root / "deep" / "er" / "x.safetensors",
+            page.with_suffix(".safetensors.bak"),
+            page.with_name(".someone-elses.tmp"),
+            page.with_name("ABCDEF" + "0" * 26 + ".safetensors"),
+            page.parent / "folder" / "y",
+            root / NAMESPACE.name / "more.json",
+            root / "quarantine" / "folder" / "z",
+        ]
+        for number, path in enumerate(strangers):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(bytes(1000 * (number + 1)))
+        (root / "link").symlink_to("/etc/passwd")
+        os.mkfifo(root / "fifo")
+        usage = store.usage()
+        assert usage.strangers == len(strangers) + 2
+        assert usage.bytes == all_bytes(root)
+        strangers[0].write_bytes(bytes(2 * MIB))  # one that grows in place, in a folder that does not change
+        with pytest.raises(StoreError, match=r"11 strangers"):
+            publish(store, session(1, 16))
+        for eviction in store.sweep():
+            assert eviction.path == page
+        assert all(path.exists() for path in strangers) and (root / "link").is_symlink()
+        strangers[0].unlink()
+        publish(store, session(1, 16))
+
+
+def test_a_hard_link_elsewhere_keeps_the_bytes_and_the_store_says_so(root: Path, tmp_path: Path) -> None:
+    with open_store(root) as store:
+        (key,) = publish(store, session(0, 16))
+        other = root.parent / "cache-of-someone-else"
+        os.link(store.page_path(NAMESPACE.digest, key), other)
+    free = os.statvfs(root)
+    with open_store(root, min_free_bytes=free.f_bavail * free.f_frsize + (64 << 30)) as store:
+        assert store.sweep() == []  # removing one of two links would free nothing
+    with open_store(root, max_files=0) as store:
+        (eviction,) = store.sweep()
+        assert eviction.num_links == 2 and other.exists()
+
+
+def test_free_space_floor(root: Path) -> None:
+    with open_store(root) as store:
+        keys = publish(store, session(0))
+    disk = os.statvfs(root)
+    with open_store(root, min_free_bytes=disk.f_blocks * disk.f_frsize) as store:
+        with pytest.raises(StoreError, match="short of min_free_bytes"):
+            publish(store, session(1))
+        assert stored(store) == {*keys}  # not in vain
+        assert [eviction.reason for eviction in store.sweep()] == ["least recently used"] * 2
+
+
+def test_removing_covered_pages(store: Store) -> None:
+    base = publish(store, session(0, 16))
+    parts = [publish(store, session(0, 16 + size))[1] for size in (3, 5, 7, 9)]
+    store.pin(parts[1:2])
+    parent = base[0]
+    assert store.covers(NAMESPACE, parent, session(0, 32)[16:21])
+    assert not store.covers(NAMESPACE, parent, session(0, 32)[16:25])
+    assert store.remove_covered(NAMESPACE, parent, session(0, 32)[16:]) == 0  # that one is not stored
+    full = publish(store, session(0, 32))[1]
+    branch = publish(store, as_tokens([*session(0, 20), 7]))[1]
+    with store.protect(parts[2:3]):
+        assert store.remove_covered(NAMESPACE, parent, session(0, 32)[16:]) == 2
+    assert stored(store) == {parent, full, branch, *parts[1:3]}
+    assert restore(store, session(0, 32)) == 32
+
+
+def test_a_clock_that_jumps_does_not_change_the_order(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_store(root, max_files=2) as store:
+        (first,) = publish(store, session(0, 16))
+        monkeypatch.setattr("kestrel.store.store.time", lambda: 0.0)  # a board without a battery
+        (second,) = publish(store, session(1, 16))
+        monkeypatch.undo()
+        (third,) = publish(store, session(2, 16))
+        assert stored(store) == {second, third}
+
+
+def test_eviction_takes_time_by_what_leaves_not_by_what_is_stored(root: Path) -> None:
+    with open_store(root, max_files=300) as store:
+        for number in range(10):
+            publish(store, session(number, 480))
+        time.sleep(0.1)  # folders that changed this very moment are looked at once more
+        store.usage()
+        statements: list[str] = []
+        catalog = store._current_catalog()
+        catalog.reader.set_trace_callback(statements.append)
+        publish(store, session(11, 16))
+        catalog.reader.set_trace_callback(None)
+        assert store.usage().files == 300
+        assert len(statements) < 12
