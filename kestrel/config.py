@@ -24,6 +24,9 @@ KEY_BLOCK_TOKENS = 128  # keys the attention kernel reads at once; a page holds 
 
 WEIGHT_RECIPES = ("int8", "int4", "float32")
 KV_DTYPES = ("float32", "int8")
+ACCEPTED_NUMERICS = ("same", "portable")
+LOADS = ("auto", "always")
+LOG_FORMATS = ("text", "json")
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class ModelConfig:
     name: str | None
     context_tokens: int | None
     chat_template: str | None
+    adapter: str | None
     root: str
     declared: DeclaredModel | None
 
@@ -91,6 +95,7 @@ class EngineConfig:
     chunk_tokens: int
     threads: int | None
     kv_ram_bytes: int
+    kv_touched_bytes: int
 
 
 @dataclass(frozen=True)
@@ -107,19 +112,35 @@ class CacheConfig:
     max_tokens: int | None
     max_prefix_tokens: int | None
     min_free_bytes: int
+    write_bytes_per_hour: int | None
     ttl_seconds: float | None
+    accept: str
+    load: str
+    pull_seconds: float | None
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The HTTP server. `max_queue` counts requests that wait, not the one that runs."""
+    """The HTTP server. `max_queue` counts requests that wait, not those that run; None does not limit.
+
+    `prompt_rows`: most prompt tokens in a step in which answers are generated too.
+    """
 
     host: str
     port: int
+    api_keys_file: str | None
+    max_running: int
+    prompt_rows: int
     max_queue: int
+    max_queue_bytes: int | None
+    max_running_per_key: int | None
     max_body_bytes: int
-    warm: bool
+    max_prompt_tokens: int | None
+    max_choices: int
+    max_stops: int
     default_max_tokens: int
+    warm: bool
+    log_format: str
 
 
 @dataclass(frozen=True)
@@ -133,10 +154,11 @@ class PrefixConfig:
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """The restart experiment: length of the first prompt and of each answer, in tokens."""
+    """The restart experiment: length of the first prompt and of each answer, in tokens. The measures: `repeats`."""
 
     context_tokens: int
     answer_tokens: int
+    repeats: int
 
 
 @dataclass(frozen=True)
@@ -271,7 +293,7 @@ def _read(kind: Any, value: Any, key: str) -> Any:
             str(name): _read(inner, item, f"{key}.{name}")
             for name, item in _mapping({} if value is None else value, key).items()
         }
-    if kind is int and key.endswith("_bytes"):
+    if kind is int and key.endswith(("_bytes", "_bytes_per_hour")):
         return parse_size(value, key)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
@@ -282,7 +304,13 @@ def _read(kind: Any, value: Any, key: str) -> Any:
     return value
 
 
-_PATH_NAMES = ("path", "root", "file", "chat_template")  # last names of the keys that hold a path
+_PATH_NAMES = (
+    "path",
+    "root",
+    "file",
+    "chat_template",
+    "api_keys_file",
+)  # last names of the keys that hold a path
 
 
 _TYPE_NAMES: dict[Any, str] = {
@@ -341,6 +369,7 @@ def _check_values(config: Config) -> None:
     _require_at_least("model.context_tokens", model.context_tokens, 1)
     _require_text("model.path", model.path)
     _require_text("model.name", model.name)
+    _require_text("model.adapter", model.adapter)
     _require_text("model.root", model.root)
     if (
         model.declared is not None
@@ -360,6 +389,7 @@ def _check_values(config: Config) -> None:
     _require_at_least("engine.chunk_tokens", engine.chunk_tokens, 1)
     _require_at_least("engine.threads", engine.threads, 1)
     _require_at_least("engine.kv_ram_bytes", engine.kv_ram_bytes, 1)
+    _require_at_least("engine.kv_touched_bytes", engine.kv_touched_bytes, 0)
 
     _require_text("cache.root", cache.root)
     if cache.page_tokens < 1 or cache.page_tokens % KEY_BLOCK_TOKENS:
@@ -374,13 +404,28 @@ def _check_values(config: Config) -> None:
     _require_at_least("cache.max_tokens", cache.max_tokens, 1)
     _require_at_least("cache.max_prefix_tokens", cache.max_prefix_tokens, 1)
     _require_at_least("cache.min_free_bytes", cache.min_free_bytes, 0)
+    _require_at_least("cache.write_bytes_per_hour", cache.write_bytes_per_hour, 1)
     if cache.ttl_seconds is not None and not cache.ttl_seconds > 0:
         raise ConfigError(f"cache.ttl_seconds: expected more than 0 (or null), found {cache.ttl_seconds}")
 
+    _require_one_of("cache.accept", cache.accept, ACCEPTED_NUMERICS)
+    _require_one_of("cache.load", cache.load, LOADS)
+    if cache.pull_seconds is not None and not cache.pull_seconds > 0:
+        raise ConfigError(f"cache.pull_seconds: expected more than 0 (or null), found {cache.pull_seconds}")
+
     _require_text("server.host", server.host)
-    if not 0 < server.port < 65536:
-        raise ConfigError(f"server.port: expected 1 to 65535, found {server.port}")
+    if not 0 <= server.port < 65536:
+        raise ConfigError(f"server.port: expected 0 (any free port) to 65535, found {server.port}")
+    _require_text("server.api_keys_file", server.api_keys_file)
+    _require_at_least("server.max_running", server.max_running, 1)
+    _require_at_least("server.prompt_rows", server.prompt_rows, 1)
     _require_at_least("server.max_queue", server.max_queue, 0)
+    _require_at_least("server.max_queue_bytes", server.max_queue_bytes, 1)
+    _require_at_least("server.max_running_per_key", server.max_running_per_key, 1)
+    _require_at_least("server.max_prompt_tokens", server.max_prompt_tokens, 1)
+    _require_at_least("server.max_choices", server.max_choices, 1)
+    _require_at_least("server.max_stops", server.max_stops, 0)
+    _require_one_of("server.log_format", server.log_format, LOG_FORMATS)
     _require_at_least("server.max_body_bytes", server.max_body_bytes, 1)
     _require_at_least("server.default_max_tokens", server.default_max_tokens, 1)
 
@@ -393,6 +438,7 @@ def _check_values(config: Config) -> None:
 
     _require_at_least("bench.context_tokens", bench.context_tokens, 1)
     _require_at_least("bench.answer_tokens", bench.answer_tokens, 1)
+    _require_at_least("bench.repeats", bench.repeats, 1)
 
 
 def _require_at_least(key: str, value: int | None, least: int) -> None:
