@@ -1,0 +1,238 @@
+"""What saving costs: the first turn's wall time, the speed of answers meanwhile, and the bytes each turn writes."""
+
+import shutil
+import threading
+import time
+from pathlib import Path
+
+from kestrel.bench.measures.result import (
+    Bars,
+    Column,
+    Observation,
+    Result,
+    Row,
+    Target,
+    common_settings,
+    median,
+)
+from kestrel.bench.measures.setting import (
+    CONTEXTS,
+    TAIL_TOKENS,
+    Prompts,
+    answer,
+    fitting,
+    log_line,
+    opened,
+    prompts_for,
+    with_parts,
+    with_store,
+)
+from kestrel.cache.save import PageSave, SaveReport
+from kestrel.config import Config
+from kestrel.generation import Request
+from kestrel.identity import as_tokens, page_key, prefix_sha256
+from kestrel.runtime import Runtime
+
+ANSWER_TOKENS = 32
+BLOCK_TOKENS = 48  # decoded between two changes from saving to not saving
+TURNS = 8
+COLUMNS = (
+    Column("what", "what"),
+    Column("tokens", "context", "{:,}"),
+    Column("without", "without", "{:,.4g}"),
+    Column("with", "with", "{:,.4g}"),
+    Column("unit", "unit"),
+    Column("ratio", "with / without", "{:.3f}"),
+)
+
+
+def run(config: Config, out: Path, full: bool = False) -> Result:
+    """The first turn at 2K (full: 8K too) with the store on and off, decoding while a queue of saves is kept full, a
+    session of several turns."""
+    observation = Observation(out)
+    root = out / "store"
+    shutil.rmtree(root, ignore_errors=True)
+    stored = with_store(config, root)
+    plain = with_parts(config, cache={"enabled": False})
+    rows: list[Row] = []
+    with opened(stored) as with_it, opened(plain) as without:
+        prompts = prompts_for(with_it)
+        contexts = fitting(CONTEXTS if full else CONTEXTS[:1], with_it.context_tokens, 2 * BLOCK_TOKENS)
+        rows += [_first_turn(with_it, without, prompts, tokens, config.bench.repeats) for tokens in contexts]
+        rows.append(_decoding(with_it, prompts, contexts[0], 2 * config.bench.repeats))
+        turns, pieces = _turns(with_it, prompts, contexts[0])
+        rows += turns
+        name = with_it.name
+    first = [row for row in rows if row["what"].startswith("first turn")]
+    targets = [
+        *(Target(f"{row['what']}, {row['tokens']:,} tokens", row["ratio"], 1.02) for row in first),
+        *(Target(row["what"], row["ratio"], 0.95, False) for row in rows if row["what"].startswith("decode")),
+        *(Target(row["what"], row["ratio"], 2.0) for row in turns),
+    ]
+    panels = [
+        Bars(
+            "Relative to no store: 1 is no cost (first turn: time; decode: speed)",
+            "ratio",
+            [f"{row['what']}, {row['tokens']:,}" for row in rows if row not in turns],
+            {"with / without": [row["ratio"] for row in rows if row not in turns]},
+        ),
+        Bars("Bytes written by each turn", "MB", [f"turn {n}" for n in range(1, len(pieces) + 1)], {
+            "written": [written / 1e6 for written, _ in pieces],
+            "KV of its new tokens": [new / 1e6 for _, new in pieces],
+        }),
+    ]  # fmt: skip
+    return observation.publish(
+        Result(
+            "save",
+            "What saving costs",
+            common_settings(config, name, full),
+            COLUMNS,
+            rows,
+            targets,
+            panels,
+            (
+                f"first turn: wall time of a new prompt and {ANSWER_TOKENS} answer tokens, store on and off in turns",
+                "decode: the writer's queue is kept full of pages all the while, more than a session ever saves",
+                f"turns: a session goes on with {TAIL_TOKENS} tokens of question and {ANSWER_TOKENS} of answer a turn",
+            ),
+        )
+    )
+
+
+def _first_turn(with_it: Runtime, without: Runtime, prompts: Prompts, tokens: int, repeats: int) -> Row:
+    times: dict[Runtime, list[float]] = {with_it: [], without: []}
+    for turn in range(repeats):
+        prompt = prompts(tokens)
+        for runtime in (with_it, without) if turn % 2 else (without, with_it):
+            log_line(f"save: first turn of {tokens} tokens, store {'on' if runtime.store else 'off'}")
+            times[runtime].append(answer(runtime, prompt, ANSWER_TOKENS).wall_ms)
+        _drain(with_it)
+    return _row("first turn (wall)", tokens, median(times[without]), median(times[with_it]), "ms")
+
+
+def _decoding(runtime: Runtime, prompts: Prompts, tokens: int, repeats: int) -> Row:
+    """Tokens a second of one answer, in blocks with and without pages being written."""
+    log_line("save: decoding while pages are written")
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    for turn in range(repeats):
+        prompt = prompts(tokens)
+        generation = runtime.start(Request(prompt, 2 * BLOCK_TOKENS, ignore_eos=True, persist=False))
+        try:
+            while generation.is_prefilling:
+                runtime.step([generation])
+            _drain(runtime)
+            for saving in (True, False) if turn % 2 else (False, True):
+                with _Saves(runtime, prompts, saving):
+                    started = time.perf_counter()
+                    num_steps = 0
+                    while num_steps < BLOCK_TOKENS - 1 and not generation.finished:
+                        runtime.step([generation])
+                        num_steps += 1
+                    rates[saving].append(num_steps / (time.perf_counter() - started))
+        finally:
+            generation.close()
+    return _row("decode while saving", tokens, median(rates[False]), median(rates[True]), "tok/s")
+
+
+class _Saves:
+    """Keeps the writer's queue filled with full pages of made-up prefixes while a `with` block runs."""
+
+    def __init__(self, runtime: Runtime, prompts: Prompts, is_on: bool) -> None:
+        self._runtime = runtime
+        self._prompts = prompts
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._submit, name="bench-saves", daemon=True)
+        self._is_on = is_on
+
+    def __enter__(self) -> None:
+        if self._is_on:
+            self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._is_on:
+            self._thread.join()
+            _drain(self._runtime)
+
+    def _submit(self) -> None:
+        pool, scope, writer = self._runtime.engine.pool, self._runtime.cache.common, self._runtime.writer
+        assert writer is not None
+        page = pool.allocate()
+        for array, _ in pool.layer_arrays(page, 0):
+            array[:] = 1
+        while not self._stop.is_set():
+            if writer.num_pending < 4:
+                tokens = as_tokens(self._prompts(pool.page_tokens))
+                root = scope.namespace.digest
+                writer.submit(
+                    PageSave(
+                        page,
+                        scope,
+                        page_key(root, tokens),
+                        root,
+                        0,
+                        tokens,
+                        prefix_sha256(tokens),
+                        SaveReport(),
+                    )
+                )
+            else:
+                self._stop.wait(0.002)
+        pool.release(page)
+
+
+def _turns(runtime: Runtime, prompts: Prompts, tokens: int) -> tuple[list[Row], list[tuple[int, int]]]:
+    """A session of several turns: what turn 2 and the turns from the second on write, beside their new tokens' KV."""
+    log_line("save: a session of several turns")
+    per_token = runtime.engine.pool.layout.page_nbytes(1)
+    room = runtime.context_tokens - (TURNS + 1) * (TAIL_TOKENS + ANSWER_TOKENS)
+    session = prompts(max(1, min(tokens, room)))
+    pieces: list[tuple[int, int]] = []
+    known = 0
+    writer = runtime.writer
+    assert writer is not None
+    for _ in range(TURNS):
+        before = writer.bytes_written
+        request = Request(session, ANSWER_TOKENS, ignore_eos=True)
+        generation = runtime.start(request)
+        try:
+            while not generation.finished:
+                runtime.step([generation])
+            generation.close()
+            session = list(generation.sequence.tokens)
+        finally:
+            generation.close()
+        _drain(runtime)
+        pieces.append((writer.bytes_written - before, (len(session) - known) * per_token))
+        known = len(session)
+        session += prompts(TAIL_TOKENS)
+    later = pieces[1:]
+    rows = [
+        _row(
+            "bytes of turn 2 / KV of its tokens", len(session), pieces[1][1] / 1e6, pieces[1][0] / 1e6, "MB"
+        ),
+        _row(
+            f"bytes of turns 2 to {TURNS} / KV of their tokens",
+            len(session),
+            sum(new for _, new in later) / 1e6,
+            sum(written for written, _ in later) / 1e6,
+            "MB",
+        ),
+    ]
+    return rows, pieces
+
+
+def _row(what: str, tokens: int, without: float, with_it: float, unit: str) -> Row:
+    return {
+        "what": what,
+        "tokens": tokens,
+        "without": without,
+        "with": with_it,
+        "unit": unit,
+        "ratio": with_it / without,
+    }
+
+
+def _drain(runtime: Runtime) -> None:
+    if runtime.writer is not None:
+        runtime.writer.drain()

@@ -1,0 +1,203 @@
+"""`dvc repro` measures a restart in a clean clone, once, and reruns just what an edit touches."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+CELL = "tiny-500"
+ROOT = Path(__file__).parent.parent.parent
+WHAT_GIT_HOLDS = (
+    ".dvc/config",
+    ".dvc/.gitignore",
+    ".dvcignore",
+    "artifacts/.gitignore",
+    "conf",
+    "dvc.yaml",
+    "kestrel",
+    "params.yaml",
+    "pipelines",
+)
+TINY_MODEL = """\
+defaults: [custom, _self_]
+declared:
+  name: tiny
+  wheel: null
+  random_seed: 7
+  geometry:
+    architecture: llama
+    num_layers: 2
+    hidden_size: 64
+    num_heads: 4
+    num_kv_heads: 2
+    head_dim: 16
+    ffn_size: 128
+    vocab_size: 320
+    context_tokens: 1024
+    rope_theta: 10000.0
+    norm_eps: 1.0e-5
+    qkv_bias: false
+    qk_norm: false
+    tied_head: true
+"""
+
+
+@dataclass(frozen=True)
+class Clone:
+    """A work tree and the commands run in it."""
+
+    root: Path
+
+    def run(self, *command: str) -> str:
+        """Standard output of a command; its failure fails the test with everything it printed."""
+        done = self.attempt(*command)
+        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def attempt(self, *command: str) -> "subprocess.CompletedProcess[str]":
+        """Run a command, whatever becomes of it. `python` and `dvc` are those that run the tests."""
+        environment = os.environ | {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "GIT_CONFIG_GLOBAL": os.devnull,
+            # Python runs the code under test where it lies, not its copy: compiled kernels are kept by path.
+            "PYTHONSAFEPATH": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        return subprocess.run(
+            command, cwd=self.root, env=environment, capture_output=True, text=True, timeout=300
+        )
+
+    def edit(self, name: str, old: str, new: str) -> None:
+        """Replace a text that occurs once in a file."""
+        path = self.root / name
+        text = path.read_text()
+        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in {name}"
+        path.write_text(text.replace(old, new))
+
+
+@pytest.fixture(scope="session")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
+    """What git holds, with params.yaml asking for the tiny model, after one `dvc repro`."""
+    root = tmp_path_factory.mktemp("clone")
+    for name in WHAT_GIT_HOLDS:
+        source, target = ROOT / name, root / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copyfile(source, target)
+    (root / "conf/model/tiny.yaml").write_text(TINY_MODEL)
+    (root / "params.yaml").write_text(
+        "models: [tiny]\ncontexts: [500]\nengine: int8\ncache: default\noverrides: bench.answer_tokens=8\n"
+    )
+    clone = Clone(root)
+    clone.run("git", "init", "--quiet")
+    clone.run("git", "add", ".")
+    clone.run("dvc", "repro", "--quiet")
+    return clone
+
+
+def changed_stages(clone: Clone) -> set[str]:
+    """Stages that `dvc status` calls out of date, without the cell's name."""
+    return {name.partition("@")[0] for name in json.loads(clone.run("dvc", "status", "--json"))}
+
+
+def test_the_experiment_ran(clone: Clone) -> None:
+    (cell,) = json.loads((clone.root / "artifacts/bench/report.json").read_text())["contexts"]
+    assert cell["identical_text"] is True
+    assert cell["cold"]["prompt_tokens"] == 500 and cell["cold"]["cached_tokens"] == 0
+    assert cell["control"]["cached_tokens"] == 0
+    assert cell["restored"]["prompt_tokens"] == cell["control"]["prompt_tokens"]
+    first, pages, second = (
+        json.loads((clone.root / f"artifacts/bench/records/{CELL}/{name}.json").read_text())
+        for name in ("first", "pages", "second")
+    )
+    assert second["tokens"][:500] == first["tokens"]
+    assert cell["restored"]["cached_tokens"] == len(second["tokens"]) - len(first["follow_up"])
+    assert cell["restored"]["bytes_read"] > 0 and pages["paths"]
+    for name in ("report.md", "report.png", "metrics.json", "calibers.csv"):
+        assert (clone.root / "artifacts/bench" / name).stat().st_size > 0
+
+
+def test_the_user_s_store_is_not_touched(clone: Clone) -> None:
+    assert not (clone.root / "artifacts/kv").exists()
+
+
+def test_nothing_is_done_twice_and_git_sees_only_results(clone: Clone) -> None:
+    assert changed_stages(clone) == set()
+    new = clone.run("git", "status", "--porcelain", "--untracked-files=all").splitlines()
+    results = ("calibers.csv", "metrics.json", "report.json", "report.md", "report.png")
+    untracked = {line[3:] for line in new if line.startswith("??")}
+    assert untracked == {"dvc.lock", *(f"artifacts/bench/{name}" for name in results)}
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "stages"),
+    (
+        ("conf/cache/default.yaml", "page_tokens: 256", "page_tokens: 128", {"snapshot", "restore"}),
+        ("conf/cache/board.yaml", "page_tokens: 256", "page_tokens: 128", set()),
+        ("conf/cache/off.yaml", "page_tokens: 256", "page_tokens: 128", {"control"}),
+        ("conf/engine/int8.yaml", "threads: null", "threads: 1", {"snapshot", "restore", "control"}),
+        (
+            "conf/bench/default.yaml",
+            "answer_tokens: 48",
+            "answer_tokens: 9",
+            {"prompts", "snapshot", "restore", "control"},
+        ),
+        ("conf/bench/default.yaml", "context_tokens: 2044", "context_tokens: 100", set()),
+        (
+            "conf/model/tiny.yaml",
+            "random_seed: 7",
+            "random_seed: 8",
+            {"model", "prompts", "snapshot", "restore", "control"},
+        ),
+        ("conf/server/default.yaml", "max_queue: 32", "max_queue: 3", set()),
+        ("params.yaml", "overrides: bench.answer_tokens=8", "overrides: bench.answer_tokens=9", {
+            "model", "prompts", "snapshot", "restore", "control",
+        }),
+        ("kestrel/bench/chart.py", '"restored"', "'restored'", {"report"}),
+    ),
+)  # fmt: skip
+def test_an_edit_touches_just_its_dependants(
+    clone: Clone, name: str, old: str, new: str, stages: set[str]
+) -> None:
+    path = clone.root / name
+    before = path.read_text()
+    path.write_text(before.replace(old, new))
+    assert path.read_text() != before
+    try:
+        assert changed_stages(clone) == stages
+        planned = re.findall(r"Running stage '(\w+)", clone.run("dvc", "repro", "--dry"))
+        assert set(planned) == stages and len(planned) == len(stages)
+    finally:
+        path.write_text(before)
+
+
+def test_a_clone_that_has_the_records_but_not_the_kv_restores_too(clone: Clone) -> None:
+    shutil.rmtree(clone.root / "artifacts/bench/stores")
+    said = clone.run("dvc", "repro", "--force", "--single-item", f"restore@{CELL}")
+    assert "computing them again" in said
+    restored = json.loads((clone.root / f"artifacts/bench/records/{CELL}/restored.json").read_text())
+    assert restored["run"]["cached_tokens"] > 500
+
+
+def test_a_broken_promise_fails_the_report_after_it_is_written(clone: Clone) -> None:
+    path = clone.root / f"artifacts/bench/records/{CELL}/control.json"
+    before = path.read_text()
+    record = json.loads(before)
+    record["run"]["text"] += "!"
+    Path(path).unlink()  # the file may be a link into DVC's cache
+    path.write_text(json.dumps(record))
+    try:
+        done = clone.attempt("python", "-m", "pipelines.report")
+        assert done.returncode == 1 and "differs from the control's" in done.stderr
+        (cell,) = json.loads((clone.root / "artifacts/bench/report.json").read_text())["contexts"]
+        assert cell["identical_text"] is False
+    finally:
+        path.write_text(before)
