@@ -1,0 +1,217 @@
+"""The HTTP server put together: the model, the engine thread, the routes, and the way it starts and stops."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Security
+from fastapi.responses import FileResponse, PlainTextResponse, Response
+from fastapi.security import HTTPBearer
+
+import kestrel
+from kestrel.config import Config
+from kestrel.errors import ConfigError, StoreError
+from kestrel.runtime import Runtime, log_to_stderr
+from kestrel.server import wire
+from kestrel.server.generating import generating_routes
+from kestrel.server.intake import Intake
+from kestrel.server.journal import Journal
+from kestrel.server.keys import ENVIRONMENT, Keyring, check_address, is_readable_by_others, load_keys
+from kestrel.server.kvroutes import kv_routes
+from kestrel.server.listener import Listener, bind, url_of
+from kestrel.server.metrics import CONTENT_TYPE as METRICS_TYPE
+from kestrel.server.refusals import install_handlers
+from kestrel.server.site import Site
+from kestrel.server.warming import find_state, resolve_prefixes, warm_steps
+from kestrel.server.worker import EngineWorker, QueueLimits
+
+Log = Callable[[str], None]
+
+PROGRESS_SECONDS = 5.0  # between two lines about long work
+PAGE = Path(__file__).parent / "page.html"
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": wire.ErrorAnswer, "description": description}
+    for status, description in {
+        400: "The request is invalid; `param` names the field.",
+        401: "A valid API key is needed.",
+        403: "The API key does not open this.",
+        404: "No such model, or no such page.",
+        413: "The prompt does not fit the context, or the body is too large.",
+        429: "Too many requests; Retry-After says when to try again.",
+        500: "The engine failed on this request; the server goes on.",
+        503: "The server is shutting down, or the store cannot be used.",
+    }.items()
+}
+
+
+def create_app(runtime: Runtime, config: Config, journal: Journal, keys: Keyring | None = None) -> FastAPI:
+    """The application over an open runtime, left open at the end. Raises ConfigError for an unusable prefix.
+
+    keys: who may use it; None for everybody. The engine thread runs for as long as the application's lifespan; it
+    is `app.state.worker`.
+    """
+    keys = keys or Keyring()
+    server = config.server
+    if server.max_running >= config.engine.chunk_tokens:
+        raise ConfigError(
+            f"server.max_running={server.max_running} must be less than "
+            f"engine.chunk_tokens={config.engine.chunk_tokens}: a step computes a token of each answer, and some prompt"
+        )
+    prefixes = resolve_prefixes(config, runtime)
+    runtime.share([prefix.tokens for prefix in prefixes])
+    for prefix in prefixes:
+        state = find_state(prefix, runtime)
+        detail = f"ready ({state.num_tokens} tokens)" if state.state == "ready" else "absent"
+        journal.line(f"prefix {prefix.name}: {detail}")
+    to_warm = prefixes if server.warm and runtime.store is not None else []
+    limits = QueueLimits(
+        max_running=server.max_running,
+        prompt_rows=server.prompt_rows,
+        max_waiting=server.max_queue,
+        max_waiting_nbytes=server.max_queue_bytes,
+        max_per_key=None if keys.is_empty else server.max_running_per_key,
+    )
+    worker = EngineWorker(runtime, limits, journal, warm_steps(to_warm, runtime, config, journal.line))
+    scopes = {name: runtime.tenant_scope(name) for name in keys.names}
+    site = Site(runtime, config, worker, journal, prefixes, scopes, time.time())
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        worker.start()
+        yield
+        worker.close()
+        await asyncio.to_thread(worker.join)
+
+    app = FastAPI(
+        title="Kestrel",
+        version=kestrel.__version__,
+        lifespan=lifespan,
+        responses=ERRORS,
+        redoc_url=None,
+        # Who may pass is decided in `Intake`, before a body is read; this is for the description of the API.
+        dependencies=[] if keys.is_empty else [Security(HTTPBearer(auto_error=False))],
+    )
+    app.state.worker = worker
+    app.add_middleware(Intake, max_body_bytes=server.max_body_bytes, keys=keys, journal=journal)
+    install_handlers(app, lambda: worker.retry_after_seconds)
+    app.include_router(generating_routes(site))
+    app.include_router(kv_routes(site))
+    _add_status_routes(app, site)
+    return app
+
+
+def _add_status_routes(app: FastAPI, site: Site) -> None:
+    """What machines ask every few seconds, and the page for people."""
+    runtime, worker = site.runtime, site.worker
+
+    @app.get("/ready", tags=["Kestrel"])
+    async def ready(response: Response) -> wire.Ready:
+        """Whether requests are taken (503 when not); for everybody."""
+        if worker.closing:
+            response.status_code = 503
+        return wire.Ready(ready=not worker.closing)
+
+    @app.get("/health", tags=["Kestrel"])
+    def health(response: Response) -> wire.Health:
+        """Whether requests are taken (503 when not), and what the server and the store hold."""
+        if worker.closing:
+            response.status_code = 503
+        store, problem = None, None
+        try:
+            store = _store_counts(runtime, site.config.cache.root)
+        except StoreError as error:
+            problem = str(error)
+        return wire.Health(
+            status="shutting down" if worker.closing else "ok",
+            model=runtime.name,
+            namespace=runtime.namespace.name,
+            uptime_seconds=round(time.time() - site.started_at, 3),
+            queue=wire.QueueCounts(
+                running=worker.num_running,
+                places=worker.limits.max_running,
+                waiting=worker.num_waiting,
+                capacity=worker.limits.max_waiting,
+            ),
+            store=store,
+            store_problem=problem,
+        )
+
+    @app.get("/metrics", tags=["Kestrel"], response_class=PlainTextResponse)
+    def metrics() -> Response:
+        """Counters and histograms for Prometheus (admin)."""
+        text = worker.totals.expose(runtime, worker.num_running, worker.num_waiting)
+        return PlainTextResponse(text, media_type=METRICS_TYPE)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(PAGE, media_type="text/html")
+
+
+def serve(config: Config, log: Log = log_to_stderr) -> None:
+    """Load the model and serve until SIGTERM or SIGINT; then finish what runs, save, and return.
+
+    Raises KestrelError for a taken port or an unusable model, ConfigError for an address that needs API keys.
+    """
+    journal = Journal(log, config.server.log_format)
+    keys = load_keys(config.server.api_keys_file)
+    check_address(config.server.host, keys)
+    _say_who_may_enter(keys, config, journal)
+    bound = bind(config.server.host, config.server.port)
+    try:
+        runtime = Runtime.open(config, journal.line, _conversion_log(journal.line))
+        try:
+            app = create_app(runtime, config, journal, keys)
+            ready = f"kestrel: listening on {url_of(bound)} (model {runtime.name})"
+            Listener(app, app.state.worker, journal.line, ready).run_on(bound)
+            journal.line("kestrel: saving what was computed …")
+        finally:
+            runtime.close()
+        journal.line("kestrel: stopped")
+    finally:
+        bound.close()
+
+
+def _say_who_may_enter(keys: Keyring, config: Config, journal: Journal) -> None:
+    """Log whose keys are valid, and what is not as it should be about them."""
+    if keys.is_empty:
+        return
+    journal.line(f"kestrel: API keys of {', '.join(keys.names)}")
+    if not keys.has_admin:
+        journal.line(
+            "kestrel: no key is an admin's, so /metrics, pinning and deleting are closed; "
+            f"write NAME:KEY:admin in server.api_keys_file or {ENVIRONMENT}"
+        )
+    file = config.server.api_keys_file
+    if file is not None and is_readable_by_others(file):
+        journal.line(f"kestrel: {file} can be read by other users; run chmod 600 {file}")
+
+
+def _conversion_log(log: Log) -> Callable[[int, int], None]:
+    """What to call with (done, total) while weights are converted: logs the share every few seconds."""
+    last = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PROGRESS_SECONDS:
+            last = time.monotonic()
+            log(f"[MODEL] converting: {100 * done // total}%")
+
+    return report
+
+
+def _store_counts(runtime: Runtime, root: str) -> wire.StoreCounts | None:
+    if runtime.store is None:
+        return None
+    counts = runtime.store.usage()
+    return wire.StoreCounts(
+        root=root,
+        bytes=counts.bytes,
+        files=counts.files,
+        tokens=counts.tokens,
+        strangers=counts.strangers,
+        quarantined=counts.quarantined,
+    )
