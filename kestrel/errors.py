@@ -35,3 +35,7 @@ class ArtifactError(KestrelError):
 
 class StoreError(KestrelError):
     """The store as a whole cannot be used (unreadable root, full disk…); never fails a request."""
+
+
+class SharingError(KestrelError):
+    """DVC, its cache or a remote failed; never fails a request."""

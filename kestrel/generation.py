@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kestrel.cache.scope import Scope
 from kestrel.cache.sequence import CachedSequence, PrefixCache
 from kestrel.engine.layers import Floats
 from kestrel.engine.sampling import Sampler, Sampling, TokenLogprob
@@ -14,13 +15,20 @@ from kestrel.models.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate. `stop`: texts that end the answer and are not part of it. max_tokens is at least 1."""
+    """What to generate. `stop`: texts that end the answer and are not part of it. max_tokens is at least 1.
+
+    scope: whose stored prefixes it finds and adds to, None for the common ones. persist: whether its own pages
+    are saved; pin: whether they are kept from being evicted.
+    """
 
     tokens: list[int]
     max_tokens: int
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    scope: Scope | None = None
+    persist: bool = True
+    pin: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,7 @@ class Stats:
     """What happened to one request. Times in milliseconds from the moment the engine took it.
 
     prompt = restored (read from disk) + ram (already in memory) + computed; cached = restored + ram.
-    prefill: lookup, restore and tail. ttft: until the first token was chosen. bytes_written: pages of
+    prefill: computing alone, without lookup and without waiting for the disk. ttft: until the first token was chosen. bytes_written: pages of
     this request on disk so far; the writer may still be busy.
     """
 
@@ -57,8 +65,16 @@ class Stats:
     wall_ms: float = 0.0
     bytes_read: int = 0
     bytes_written: int = 0
+    skipped_tokens: int = 0  # on disk, but not read: computing them is quicker
+    load: str | None = None  # what was decided about reading the pages found on disk, and why
     miss_reason: str | None = None
     diverged_at: int | None = None
+    pulled_tokens: int = 0  # fetched for this prompt from DVC's cache or a remote
+    pulled_bytes: int = 0
+    pull_ms: float = 0.0
+    pull_problem: str | None = None
+    foreign: str | None = None  # whose numerics the restored rows have, if not this CPU's
+    key: str | None = None  # of the page that prompt and answer end with, in hex; known when finished
 
     @property
     def cached_tokens(self) -> int:
@@ -96,18 +112,28 @@ class Generation:
         self._started = time.perf_counter()
         self._first_token: float | None = None
         self._log = log
-        self._sampler = Sampler(request.sampling)
+        self._sampler = Sampler(request.sampling, len(request.tokens))
         self._answer = _Answer(request, tokenizer)
         self._room = min(request.max_tokens, room)
+        self._page_tokens = cache.engine.pool.page_tokens
         self._completion_tokens = 0
         self._finish_reason: str | None = None
-        self.sequence: CachedSequence = cache.open(request.tokens)
+        self._failure: Exception | None = None
+        self.sequence: CachedSequence = cache.open(
+            request.tokens, request.scope, request.persist, request.pin
+        )
         self._events: list[Delta | Finished] = []
 
     @property
     def finished(self) -> bool:
         """Whether no more steps are needed."""
-        return self._finish_reason is not None
+        return self._finish_reason is not None or self._failure is not None
+
+    @property
+    def num_pages_to_come(self) -> int:
+        """Pool pages it will take on top of those it holds, if its answer gets as long as it may."""
+        longest = len(self.request.tokens) + self._room - 1  # the last token is never computed
+        return max(0, -(-longest // self._page_tokens) - self.sequence.num_pages)
 
     @property
     def is_prefilling(self) -> bool:
@@ -129,13 +155,23 @@ class Generation:
         if self._finish_reason is None:
             self.sequence.extend(token)
 
+    def fail(self, error: Exception) -> None:
+        """Finish here: `take` raises the error. What is computed stays in the cache."""
+        self._failure = self._failure or error
+
     def cancel(self) -> None:
         """Finish here; what is computed stays in the cache."""
         self._finish_reason = self._finish_reason or "cancelled"
 
     def take(self) -> list[Delta | Finished]:
-        """What has become final since the last call; Finished comes last, after the pages are saved or queued."""
+        """What has become final since the last call; Finished comes last, after the pages are saved or queued.
+
+        Raises what the generation failed with.
+        """
         events, self._events = self._events, []
+        if self._failure is not None:
+            self.close()
+            raise self._failure
         if self._finish_reason is not None:
             self.close()
             events.append(Finished(self._finish_reason, self.stats()))
@@ -144,13 +180,18 @@ class Generation:
     def stats(self) -> Stats:
         """What happened so far."""
         now = time.perf_counter()
-        prefill = {name: value for name, value in vars(self.sequence.stats).items() if name != "seconds"}
+        prefill = {
+            name: value
+            for name, value in vars(self.sequence.stats).items()
+            if name not in ("seconds", "total_ms")
+        }
         return Stats(
             **prefill,
             completion_tokens=self._completion_tokens,
             ttft_ms=((self._first_token or now) - self._started) * 1e3,
             wall_ms=(now - self._started) * 1e3,
             bytes_written=self.sequence.saves.bytes_written,
+            key=None if self.sequence.last_key is None else self.sequence.last_key.hex(),
         )
 
     def close(self) -> None:
@@ -162,7 +203,7 @@ def _prefill_line(sequence: CachedSequence) -> str:
     stats = sequence.stats
     parts = " ".join(f"{name}={seconds * 1e3:.1f}ms" for name, seconds in vars(stats.seconds).items())
     return (
-        f"[PREFILL-TIMING] n={stats.computed_tokens} total={stats.prefill_ms:.1f}ms | "
+        f"[PREFILL-TIMING] n={stats.computed_tokens} total={stats.total_ms:.1f}ms | "
         f"cached={stats.restored_tokens + stats.ram_tokens} find={stats.find_ms:.1f}ms "
         f"restore={stats.restore_ms:.1f}ms read={stats.bytes_read / 1e6:.1f}MB {parts}"
     )

@@ -56,6 +56,14 @@ def page_key(parent: bytes, tokens: Tokens) -> bytes:
     return xxhash.xxh3_128_digest(parent + as_tokens(tokens).tobytes())
 
 
+def branch_key(parent: bytes, namespace: Namespace) -> bytes:
+    """The key (16 bytes) after which a namespace goes on with pages of its own, where `parent` is another's page.
+
+    It takes the place of a parent's key: no two namespaces get equal page keys behind a common prefix.
+    """
+    return xxhash.xxh3_128_digest(b"branch" + parent + namespace.digest)
+
+
 def page_keys(namespace: Namespace, tokens: Tokens, page_tokens: int) -> list[bytes]:
     """Keys of the full pages of `tokens`, in order: page i holds positions [i*page_tokens, (i+1)*page_tokens)."""
     keys: list[bytes] = []

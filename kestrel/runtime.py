@@ -6,20 +6,25 @@ from pathlib import Path
 from typing import Any, cast
 
 from kestrel.cache.save import Writer
+from kestrel.cache.scope import Scope
 from kestrel.cache.sequence import CachePolicy, PrefixCache
 from kestrel.config import Config
+from kestrel.configured import configured_store
 from kestrel.engine.engine import Engine
 from kestrel.engine.sampling import Sampling, TokenLogprob
-from kestrel.errors import PromptTooLong, RequestError, StoreError
+from kestrel.errors import CapacityError, PromptTooLong, RequestError, StoreError
 from kestrel.generation import Delta, Finished, Generation, Request, Stats
 from kestrel.identity import FORMAT, Namespace, as_tokens
 from kestrel.models.chat import ChatTemplate, load_chat_template
 from kestrel.models.fetch import resolve_model
 from kestrel.models.tokenizer import Tokenizer
 from kestrel.models.weights import Weights, load_weights
+from kestrel.sharing.ondemand import OnDemand
+from kestrel.sharing.related import RelatedNamespaces
+from kestrel.sharing.repository import find_repository
 from kestrel.store.layout import KvDtype
 from kestrel.store.match import Match
-from kestrel.store.store import Limits, Store
+from kestrel.store.store import Store
 
 __all__ = [
     "Delta",
@@ -66,6 +71,7 @@ class Runtime:
             page_tokens=config.cache.page_tokens,
             chunk_tokens=config.engine.chunk_tokens,
             kv_ram_bytes=config.engine.kv_ram_bytes,
+            kv_touched_bytes=config.engine.kv_touched_bytes,
             threads=config.engine.threads,
             context_tokens=self.context_tokens,
         )
@@ -77,17 +83,25 @@ class Runtime:
         self.identity: dict[str, Any] = {
             "format": FORMAT,
             "model": weights.geometry.as_identity(),
-            "weights": {"recipe": weights.recipe, "digest": weights.digest},
+            "weights": weights.as_identity(),
             "kv": {"dtype": config.engine.kv},
             "numerics": {"probe": self.engine.numerics.digest, "exact": self.engine.numerics.exact},
         }
-        self.namespace = Namespace.of(self.identity)
+        common = Scope.of(self.identity)
+        self.namespace: Namespace = common.namespace
         self.store: Store | None = None
         self.writer: Writer | None = None
         if config.cache.enabled:
             self._open_store()
-        policy = CachePolicy(config.cache.min_match, config.cache.max_prefix_tokens)
-        self.cache = PrefixCache(self.engine, self.namespace, self.store, self.writer, policy, log)
+        policy = CachePolicy(
+            config.cache.min_match,
+            config.cache.max_prefix_tokens,
+            accepts_foreign=config.cache.accept == "portable",
+            loads_always=config.cache.load == "always",
+        )
+        self.cache = PrefixCache(self.engine, common, self.store, self.writer, policy, log)
+        if self.store is not None:
+            self._look_around(self.store)
 
     @classmethod
     def open(
@@ -97,7 +111,7 @@ class Runtime:
 
         progress(numbers converted, all) is called while weights are converted. ModelError, ConfigError.
         """
-        checkpoint, name = resolve_model(config.model)
+        checkpoint, name = resolve_model(config.model, log)
         weights = load_weights(
             checkpoint, config.engine.weights, Path(config.model.root) / "converted", progress, log
         )
@@ -114,23 +128,28 @@ class Runtime:
 
     def _open_store(self) -> None:
         cache = self.config.cache
-        limits = Limits(
-            max_bytes=cache.max_bytes,
-            max_files=cache.max_files,
-            max_tokens=cache.max_tokens,
-            min_free_bytes=cache.min_free_bytes,
-            ttl_seconds=cache.ttl_seconds,
-        )
-        store = Store(Path(cache.root), limits)
+        store = configured_store(cache)
         try:
             store.open()
             self._log(f"[KV-DISK] index: {store.usage().files} checkpoint(s) in {cache.root}")
         except StoreError as error:
             self._log(f"[KV-DISK] the store cannot be used now, prompts are computed until it can: {error}")
         self.store = store
-        self.writer = Writer(
-            store, self.engine.pool, self.namespace, self.identity, cache.save_queue_pages, self._log
-        )
+        self.writer = Writer(store, self.engine.pool, cache.save_queue_pages, self._log)
+
+    def _look_around(self, store: Store) -> None:
+        """Let the cache know of what is published in the repository around the store, and of other numerics."""
+        listing = None
+        if self.config.cache.pull_seconds is not None and find_repository(store.root) is not None:
+            published = OnDemand(
+                store, self.config.cache.pull_seconds, self.config.cache.min_match, self._log
+            )
+            listing = published.listing
+            if pages := listing.refresh().pages:
+                num_away = sum(not page.is_here for page in pages)
+                self._log(f"[KV-DISK] published: {len(pages)} page(s), {num_away} of them not here yet")
+            self.cache.published = published
+        self.cache.related = RelatedNamespaces(store.root, listing, self.identity, self.namespace)
 
     def close(self) -> None:
         """Write what is queued, then let go of the store."""
@@ -138,6 +157,7 @@ class Runtime:
             self.writer.close()
         if self.store is not None:
             self.store.close()
+        self.engine.pool.close()
 
     def __enter__(self) -> "Runtime":
         return self
@@ -145,9 +165,17 @@ class Runtime:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def find(self, tokens: list[int]) -> Match:
+    def share(self, prefixes: Sequence[list[int]]) -> None:
+        """Make these prefixes common to all scopes; call it before requests come."""
+        self.cache.shared = [as_tokens(prefix) for prefix in prefixes]
+
+    def tenant_scope(self, tenant: str) -> Scope:
+        """The scope of a tenant: nobody else finds its pages, in memory or on disk, but for shared prefixes."""
+        return Scope.of({**self.identity, "tenant": tenant})
+
+    def find(self, tokens: list[int], scope: Scope | None = None) -> Match:
         """The longest stored prefix of a prompt, without using it."""
-        return self.cache.find(as_tokens(tokens))
+        return self.cache.find(as_tokens(tokens), scope)
 
     def prefill(self, tokens: list[int]) -> Stats:
         """Restore or compute a prefix, and save it; nothing is generated."""
@@ -163,26 +191,62 @@ class Runtime:
 
         PromptTooLong, RequestError or CapacityError.
         """
-        self._check(request.tokens)
+        self.check(request.tokens, request.max_tokens)
         room = self.context_tokens - len(request.tokens)
         return Generation(request, self.cache, self.tokenizer, room, self._log)
 
-    def step(self, generations: Sequence[Generation]) -> None:
+    def admit(self, request: Request, running: Sequence[Generation]) -> Generation | None:
+        """Start a request if the pool can hold it to its end beside those that run; else None, try again later.
+
+        So no generation ever runs out of pages: those it may still need are counted as taken, and pages that
+        others hold anyway are not counted again. Raises as `start`, but no CapacityError.
+        """
+        self.check(request.tokens, request.max_tokens)
+        pool = self.engine.pool
+        promised = sum(generation.num_pages_to_come for generation in running)
+        tokens = as_tokens(request.tokens)
+        in_ram = self.cache.find_in_ram(tokens, self.cache.course(tokens, request.scope))
+        num_held = sum(rows == pool.page_tokens and pool.references(page.page) > 0 for page, rows in in_ram)
+        num_needed = self._num_pages(request.tokens, request.max_tokens)
+        if num_needed - num_held > pool.num_available - promised:
+            return None
+        try:
+            generation = self.start(request)
+        except CapacityError:
+            return None
+        if generation.num_pages_to_come > pool.num_available - promised:
+            generation.close()  # the disk had more of it than memory, so it shares less than was counted
+            return None
+        return generation
+
+    def step(self, generations: Sequence[Generation], prompt_rows: int | None = None) -> None:
         """One engine step for all these unfinished generations together.
 
-        Each that decodes gets its row; what is left of `engine.chunk_tokens` goes to prompts, first come
-        first served. CapacityError when the pool has no room.
+        Each that decodes gets its row; what is left of `engine.chunk_tokens` (at most `prompt_rows`) goes to
+        prompts, first come first served. A generation whose own part fails (sampling, decoding) is finished,
+        `take` raises its error and the others go on. CapacityError when the pool has no room.
         """
         budget = self.engine.chunk_tokens
+        prompt_budget = budget if prompt_rows is None else prompt_rows
         work: list[tuple[Generation, int]] = []
         for generation in sorted(generations, key=lambda g: g.is_prefilling):  # decoding ones first, stable
-            rows = min(budget, generation.sequence.num_pending)
+            limit = min(budget, prompt_budget) if generation.is_prefilling else budget
+            rows = min(limit, generation.sequence.num_pending)
             if rows:
                 work.append((generation, rows))
                 budget -= rows
+                prompt_budget -= rows if generation.is_prefilling else 0
         results = self.cache.step([(generation.sequence, rows) for generation, rows in work])
         for (generation, _), logits in zip(work, results, strict=True):
-            generation.accept(logits)
+            try:
+                generation.accept(logits)
+            except Exception as error:  # whatever it is, it is this answer's alone
+                generation.fail(error)
+
+    def _num_pages(self, tokens: list[int], max_tokens: int) -> int:
+        """Pool pages of a prompt and its answer, if that gets as long as it may."""
+        longest = min(len(tokens) + max_tokens, self.context_tokens) - 1  # the last token is never computed
+        return -(-longest // self.engine.pool.page_tokens)
 
     def generate(
         self, request: Request, cancelled: Callable[[], bool] = lambda: False
@@ -202,8 +266,11 @@ class Runtime:
         finally:
             generation.close()
 
-    def _check(self, tokens: list[int]) -> None:
-        """Refuse a prompt that is empty, holds unknown ids or cannot fit."""
+    def check(self, tokens: list[int], max_tokens: int = 1) -> None:
+        """Refuse a prompt that is empty, holds unknown ids or can never fit together with its answer.
+
+        RequestError, PromptTooLong.
+        """
         if not tokens:
             raise RequestError("the prompt is empty; it needs at least one token")
         if len(tokens) >= self.context_tokens:
@@ -211,12 +278,20 @@ class Runtime:
                 f"the prompt has {len(tokens)} tokens; the context holds {self.context_tokens} with at least one "
                 "generated token"
             )
-        room = self.engine.pool.num_pages * self.engine.pool.page_tokens
-        if len(tokens) >= room:
+        pool = self.engine.pool
+        if self._num_pages(tokens, max_tokens) > pool.num_pages:
             raise PromptTooLong(
-                f"the prompt has {len(tokens)} tokens; engine.kv_ram_bytes={self.config.engine.kv_ram_bytes} "
-                f"holds {room}"
+                f"{len(tokens)} prompt tokens and up to {max_tokens} generated ones; "
+                f"engine.kv_ram_bytes={self.config.engine.kv_ram_bytes} holds "
+                f"{pool.num_pages * pool.page_tokens}; shorten the prompt or lower max_tokens"
             )
         vocab = self.engine.geometry.vocab_size
         if not (0 <= min(tokens) and max(tokens) < vocab):
             raise RequestError(f"token ids must be 0 to {vocab - 1}, found {min(tokens)} to {max(tokens)}")
+        refused = self.tokenizer.refused
+        if not refused.keys().isdisjoint(tokens):
+            text = next(refused[token] for token in tokens if token in refused)
+            raise RequestError(
+                f"the prompt holds {text}, a place for an image or a video; this model is run for text only, "
+                "leave such parts out"
+            )

@@ -2,8 +2,8 @@
 
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,6 +25,14 @@ class DamagedRestore(Exception):
     """Raised into the step that waits for a layer: the hit is shorter than promised (see Restore.damage)."""
 
 
+@dataclass
+class Timeline:
+    """When each layer was asked for by a step, and when it was ready: seconds from the start of the restore."""
+
+    asked: dict[int, float] = field(default_factory=dict)
+    ready: dict[int, float] = field(default_factory=dict)
+
+
 class Restore:
     """One reader thread that fills pool pages layer by layer, across all pages of a match.
 
@@ -33,8 +41,17 @@ class Restore:
     those before it are read to the end. The caller keeps every page referenced until `join`.
     """
 
-    def __init__(self, pool: PagePool, pages: Sequence[tuple[PageRef, OpenPage]], table: Sequence[int]):
-        """pages: what to read, opened and checked, in order of position; table: the sequence's pool pages."""
+    def __init__(
+        self,
+        pool: PagePool,
+        pages: Sequence[tuple[PageRef, OpenPage]],
+        table: Sequence[int],
+        is_too_slow: Callable[[float, int], bool] = lambda elapsed, nbytes: False,
+    ):
+        """pages: what to read, opened and checked, in order of position; table: the sequence's pool pages.
+
+        is_too_slow(seconds so far, bytes so far): asked on the way; the read is given up when it says so.
+        """
         self._pool = pool
         self._pages = list(pages)
         self._table = table
@@ -43,20 +60,28 @@ class Restore:
         self._started = time.perf_counter()
         self.seconds = 0.0  # from start to the last layer
         self.nbytes = 0  # read so far
+        self.timeline = Timeline()
         self.damage: Damage | None = None
+        self.is_given_up = False  # too slow: nothing of it is of use
         self.failure: Exception | None = None  # a fault of the reader itself
+        self._is_too_slow = is_too_slow
         self._thread = threading.Thread(target=self._read, name="kestrel-restore", daemon=True)
         self._thread.start()
 
     def wait(self, layer: int) -> None:
-        """Block until `layer` is ready. Raises DamagedRestore as soon as any page is known to be damaged."""
-        if self._ready > layer and self.damage is None:
+        """Block until `layer` is ready. Raises DamagedRestore as soon as any page is known to be of no use."""
+        self.timeline.asked.setdefault(layer, time.perf_counter() - self._started)
+        if self._ready > layer and not self._is_broken:
             return
         with self._changed:
-            while self._ready <= layer and self.damage is None and self.failure is None:
+            while self._ready <= layer and not self._is_broken:
                 self._changed.wait()
-        if self.damage is not None or self.failure is not None:
+        if self._is_broken:
             raise DamagedRestore
+
+    @property
+    def _is_broken(self) -> bool:
+        return self.damage is not None or self.is_given_up or self.failure is not None
 
     @property
     def is_done(self) -> bool:
@@ -83,8 +108,14 @@ class Restore:
                         del self._pages[index:]
                         page.close()
                         break
+                    if self._is_too_slow(time.perf_counter() - self._started, self.nbytes):
+                        with self._changed:
+                            self.is_given_up = True
+                            self._changed.notify_all()
+                        return
                 with self._changed:
                     self._ready = layer + 1
+                    self.timeline.ready[layer] = time.perf_counter() - self._started
                     self._changed.notify_all()
         except Exception as error:  # handed to join(): the step must not wait for ever
             with self._changed:

@@ -3,14 +3,14 @@
 import queue
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from kestrel.cache.restore import cut_page
+from kestrel.cache.scope import Scope
 from kestrel.engine.pool import PagePool
-from kestrel.errors import KestrelError
-from kestrel.identity import Namespace, Tokens
+from kestrel.errors import KestrelError, StoreError
+from kestrel.identity import Tokens
 from kestrel.store.store import Store
 
 
@@ -20,6 +20,7 @@ class SaveReport:
 
     bytes_written: int = 0
     pages_written: int = 0
+    dropped_at: int | None = None  # first position that was not saved because the queue was full
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class PageSave:
     """A page to write: its rows in the pool, its place in the prefix, and whose request it belongs to."""
 
     page: int
+    scope: Scope
     key: bytes
     parent: bytes
     first: int
@@ -37,11 +39,16 @@ class PageSave:
 
 @dataclass(frozen=True)
 class RequestEnd:
-    """Marks the end of a request's saves: `num_tokens` of its prefix are in the store once this is reached."""
+    """Marks the end of a request's saves: its prefix of `num_tokens` is in the store once this is reached.
+
+    pin: the page of `key`, and thereby those before it, shall not be evicted.
+    """
 
     num_tokens: int
+    scope: Scope  # of the last page
     key: bytes
     report: SaveReport
+    pin: bool = False
 
 
 class Writer:
@@ -55,19 +62,15 @@ class Writer:
         self,
         store: Store,
         pool: PagePool,
-        namespace: Namespace,
-        identity: Mapping[str, Any],
         queue_pages: int,
         log: Callable[[str], None],
     ):
         self._store = store
         self._pool = pool
-        self._namespace = namespace
-        self._identity = identity
         self._log = log
         self._queue: queue.Queue[PageSave | RequestEnd | None] = queue.Queue()
         self._room = threading.Semaphore(queue_pages)
-        self._failing = False
+        self._dropped_at: int | None = None  # num_dropped when the store began to fail; None while it works
         self.num_dropped = 0
         self.bytes_written = 0
         self._thread = threading.Thread(target=self._write_all, name="kestrel-writer", daemon=True)
@@ -118,8 +121,8 @@ class Writer:
             if self._is_covered(save):
                 return
             written = self._store.publish(
-                self._namespace,
-                self._identity,
+                save.scope.namespace,
+                save.scope.identity,
                 self._pool.layout,
                 save.key,
                 save.parent,
@@ -132,26 +135,52 @@ class Writer:
                 save.report.bytes_written += written
                 save.report.pages_written += 1
                 self.bytes_written += written
-            self._store.remove_covered(self._namespace, save.parent, save.tokens)
-            self._failing = False
+            self._store.remove_covered(save.scope.namespace, save.parent, save.tokens)
+            if written:  # a page that was there already says nothing about whether writing works
+                self._note_recovery()
         except Exception as error:  # the cache is an optimisation: say it once, go on
-            self.num_dropped += 1
-            if not self._failing:
-                self._log(f"[KV-DISK] not saved, pages are dropped until the store works again: {error}")
-                self._failing = True
-            if not isinstance(error, KestrelError):
-                self._log(traceback.format_exc())  # a fault of ours, not of the disk
+            self._note_failure(error)
         finally:
             self._pool.release(save.page)
             self._room.release()
+
+    def _note_failure(self, error: Exception) -> None:
+        if self._dropped_at is None:
+            self._dropped_at = self.num_dropped
+            self._log(f"[KV-DISK] not saved, pages are dropped until the store works again: {error}")
+            if not isinstance(error, KestrelError):
+                self._log(traceback.format_exc())  # a fault of ours, not of the disk
+        self.num_dropped += 1
+
+    def _note_recovery(self) -> None:
+        if self._dropped_at is not None:
+            num_lost = self.num_dropped - self._dropped_at
+            self._log(f"[KV-DISK] the store works again: saving; {num_lost} page(s) were not saved meanwhile")
+            self._dropped_at = None
 
     def _is_covered(self, save: PageSave) -> bool:
         """Whether a longer page of the same place holds all of a partial page's tokens already."""
         if len(save.tokens) == self._pool.page_tokens:
             return False
-        return self._store.covers(self._namespace, save.parent, save.tokens)
+        return self._store.covers(save.scope.namespace, save.parent, save.tokens)
 
     def _report(self, end: RequestEnd) -> None:
-        if end.report.pages_written and not self._failing:
-            path = self._store.page_path(self._namespace.digest, end.key)
+        if end.pin:
+            self._pin(end)
+        if end.report.dropped_at is not None:
+            self._log(
+                f"[KV-DISK] saved {end.report.dropped_at} of {end.num_tokens} tokens only, the disk is too slow: "
+                "raise cache.save_queue_pages if this happens often"
+            )
+        elif end.report.pages_written and self._dropped_at is None:
+            path = self._store.page_path(end.scope.namespace.digest, end.key)
             self._log(f"[KV-DISK] saved {end.num_tokens}-token KV -> {path}")
+
+    def _pin(self, end: RequestEnd) -> None:
+        try:
+            if self._store.pin([end.key]):
+                return
+            problem = "its last page is not in the store"
+        except StoreError as error:
+            problem = str(error)
+        self._log(f"[KV-DISK] {end.num_tokens} tokens not pinned: {problem}")

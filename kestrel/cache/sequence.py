@@ -9,16 +9,20 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from kestrel.cache.restore import DamagedRestore, Restore
 from kestrel.cache.save import PageSave, RequestEnd, SaveReport, Writer
+from kestrel.cache.scope import Course, Scope
+from kestrel.cache.worth import Choice, Worth
 from kestrel.engine.engine import Engine, Span, StepSeconds
 from kestrel.engine.layers import Floats
 from kestrel.engine.pool import CachedPage
 from kestrel.errors import ArtifactError, CapacityError, RequestError, StoreError
 from kestrel.identity import Namespace, Tokens, as_tokens, page_key
-from kestrel.store.match import Match, PageRef
+from kestrel.sharing.ondemand import OnDemand
+from kestrel.sharing.related import RelatedNamespace, RelatedNamespaces
+from kestrel.store.match import Match, PageRef, Start
 from kestrel.store.store import OpenPage, Store
 
 
@@ -31,12 +35,22 @@ class PrefillStats:
     restored_tokens: int = 0  # of those, read from disk
     ram_tokens: int = 0  # of those, already in memory
     computed_tokens: int = 0
-    prefill_ms: float = 0.0  # lookup, restore and tail together
+    prefill_ms: float = 0.0  # computing alone: without lookup and without waiting for the disk
+    total_ms: float = 0.0  # from the request to the last prompt token computed
     find_ms: float = 0.0
     restore_ms: float = 0.0  # from the first read to the last, overlapping with the tail
     bytes_read: int = 0
+    skipped_tokens: int = 0  # on disk, but not read: computing them is quicker
+    load: str | None = None  # what was decided about reading the pages found on disk, and why
     miss_reason: str | None = None
     diverged_at: int | None = None  # position at which the nearest stored page holds another token
+    pulled_tokens: int = 0  # of published pages that were fetched for this prompt
+    pulled_bytes: int = 0
+    pull_ms: float = 0.0  # waited for them, before anything was computed
+    pull_problem: str | None = None  # why not all published pages came
+    foreign: str | None = (
+        None  # whose numerics the restored rows have, if not this CPU's (cache.accept=portable)
+    )
     seconds: StepSeconds = field(default_factory=StepSeconds)  # of the steps that computed the tail
 
 
@@ -46,36 +60,55 @@ class CachePolicy:
 
     min_match: int = 16
     max_prefix_tokens: int | None = None
+    accepts_foreign: bool = False  # pages of the same model that other numerics computed
+    loads_always: bool = False  # also what would be computed sooner than read
 
 
 class PrefixCache:
-    """Engine, store and writer of one namespace: opens sequences."""
+    """Engine, store and writer put together: opens sequences in the common scope or in another one.
+
+    shared: the prefixes whose pages all scopes have in common. published: what can be pulled when a prompt asks for
+    it. related: where pages of the same model with other numerics are. Both concern the common scope only.
+    """
 
     def __init__(
         self,
         engine: Engine,
-        namespace: Namespace,
+        common: Scope,
         store: Store | None,
         writer: Writer | None,
         policy: CachePolicy,
         log: Callable[[str], None],
     ):
         self.engine = engine
-        self.namespace = namespace
+        self.common = common
+        self.shared: Sequence[Tokens] = ()
+        self.published: OnDemand | None = None
+        self.related: RelatedNamespaces | None = None
         self.store = store
         self.writer = writer
         self.policy = policy
         self.log = log
+        geometry = engine.geometry
+        self.worth = Worth(
+            flops_per_token=2 * geometry.num_parameters,
+            flops_per_key=4 * geometry.num_layers * geometry.num_heads * geometry.head_dim,
+            threads=engine.threads,
+            chunk_tokens=engine.chunk_tokens,
+            always=policy.loads_always,
+        )
         self._store_failing = False
 
-    def find(self, tokens: Tokens) -> Match:
+    def course(self, tokens: Tokens, scope: Scope | None = None) -> Course:
+        """Which scopes the pages of a prompt belong to; `scope` None is the common one."""
+        return Course.of(self.common, scope or self.common, self.shared, tokens, self.engine.pool.page_tokens)
+
+    def find(self, tokens: Tokens, scope: Scope | None = None) -> Match:
         """Longest stored prefix of a prompt; the last token is left out, because its logits must be computed."""
         if self.store is None:
             return Match((), 0, "the store is switched off (cache.enabled=false)", None)
         try:
-            match = self.store.find_prefix(
-                self.namespace, tokens[:-1], self.engine.pool.page_tokens, self.policy.min_match
-            )
+            match = self._find_stored(self.store, tokens[:-1], self.course(tokens, scope))
             self._store_failing = False
             return match
         except StoreError as error:
@@ -83,6 +116,61 @@ class PrefixCache:
                 self.log(f"[KV-DISK] not searched, prompts are computed until the store works again: {error}")
                 self._store_failing = True
             return Match((), 0, f"the store cannot be read: {error}", None)
+
+    def _find_stored(self, store: Store, wanted: Tokens, course: Course) -> Match:
+        """The longest way through the store: the common pages of a shared prefix, then the scope's own."""
+        size, least = self.engine.pool.page_tokens, self.policy.min_match
+        branch = course.num_common_pages * size
+        shared = Match((), 0, None, None)
+        if course.num_shared:
+            shared = store.find_prefix(course.common.namespace, wanted[: course.num_shared], size, least)
+        if shared.num_tokens < branch:
+            return shared
+        start = Start(course.parent_of(course.num_common_pages, course.keys(wanted, size)), branch)
+        own = store.find_prefix(course.own.namespace, wanted, size, least, start)
+        if own.num_tokens < shared.num_tokens or (shared.pages and not own.pages):
+            return shared
+        before = [
+            replace(ref, num_used=min(ref.num_used, branch - ref.first))
+            for ref in shared.pages
+            if ref.first < branch
+        ]
+        return replace(own, pages=(*before, *own.pages))
+
+    def find_related(self) -> list[RelatedNamespace]:
+        """Where pages of the same model with other numerics are; none if nobody asked for them."""
+        if self.related is None:
+            return []
+        try:
+            return self.related.find()
+        except StoreError as error:
+            self.log(f"[KV-DISK] pages of other numerics not looked for: {error}")
+            return []
+
+    def find_abroad(self, tokens: Tokens, related: RelatedNamespace) -> Match:
+        """Longest prefix of a prompt, without its last token, among pages with other numerics."""
+        if self.store is None:
+            return Match((), 0, "the store is switched off (cache.enabled=false)", None)
+        size, least = self.engine.pool.page_tokens, self.policy.min_match
+        try:
+            return self.store.find_prefix(related.namespace, tokens[:-1], size, least)
+        except StoreError as error:
+            return Match((), 0, f"the store cannot be read: {error}", None)
+
+    def find_in_ram(self, tokens: Tokens, course: Course) -> list[tuple[CachedPage, int]]:
+        """Longest prefix of a prompt that is in memory, as `PagePool.find` has it; without its last token."""
+        pool, wanted = self.engine.pool, tokens[:-1]
+        size = pool.page_tokens
+        branch = course.num_common_pages * size
+        shared: list[tuple[CachedPage, int]] = []
+        if course.num_shared:
+            shared = pool.find(course.common.namespace.digest, wanted[: course.num_shared])
+        found = shared
+        if sum(rows for _, rows in shared) >= branch:
+            root = course.parent_of(course.num_common_pages, course.keys(wanted, size))
+            own = shared[: course.num_common_pages] + pool.find(root, wanted[branch:])
+            found = max(shared, own, key=lambda pages: sum(rows for _, rows in pages))
+        return found if sum(rows for _, rows in found) >= self.policy.min_match else []
 
     def allocate(self) -> int:
         """A pool page; waits for the writer when pages are held only because they are still to be written."""
@@ -94,9 +182,15 @@ class PrefixCache:
             self.writer.drain()
             return self.engine.pool.allocate()
 
-    def open(self, tokens: Sequence[int]) -> "CachedSequence":
-        """Begin a request on a prompt of at least one token: match it and start reading what is on disk."""
-        return CachedSequence(self, as_tokens(tokens))
+    def open(
+        self, tokens: Sequence[int], scope: Scope | None = None, persist: bool = True, pin: bool = False
+    ) -> "CachedSequence":
+        """Begin a request on a prompt of at least one token: match it and start reading what is on disk.
+
+        scope: whose pages it finds and adds, None for the common ones. persist: whether what it computes is
+        saved; if not, it stays in memory only. pin: keep what is saved from being evicted.
+        """
+        return CachedSequence(self, as_tokens(tokens), scope, persist, pin)
 
     def step(self, work: Sequence[tuple["CachedSequence", int]]) -> list[Floats | None]:
         """Compute up to so many pending tokens of each sequence in one engine step.
@@ -105,7 +199,11 @@ class PrefixCache:
         still pending. The numbers must be positive and sum to at most `engine.chunk_tokens`. CapacityError
         when the pool has no room; nothing is lost then.
         """
+        for sequence, _ in work:
+            if not sequence.is_reading:
+                sequence.settle()  # damage is known by now: no need to begin a step to meet it
         before = StepSeconds(**vars(self.engine.seconds))
+        started = time.perf_counter()
         while True:
             spans = [sequence.span(rows) for sequence, rows in work]
             try:
@@ -117,10 +215,15 @@ class PrefixCache:
         spent = StepSeconds(
             *(getattr(self.engine.seconds, f.name) - getattr(before, f.name) for f in fields(StepSeconds))
         )
+        computing = time.perf_counter() - started - spent.waiting
+        rows = [(len(span.tokens), span.start) for span in spans]
+        num_keys = sum(count * start + count * (count + 1) // 2 for count, start in rows)
+        num_rows = sum(count for count, _ in rows)
+        self.worth.note_step(num_rows, num_keys, computing - spent.attention, spent.attention)
         results: list[Floats | None] = []
         row = 0
         for (sequence, _), span in zip(work, spans, strict=True):
-            sequence.advance(len(span.tokens), spent)
+            sequence.advance(len(span.tokens), spent, computing)
             results.append(logits[row] if span.num_logits else None)
             row += span.num_logits
         return results
@@ -144,7 +247,7 @@ class CachedSequence:
     Steps go through `PrefixCache.step`; `prefill` and `append` are steps of this sequence alone.
     """
 
-    def __init__(self, cache: PrefixCache, tokens: Tokens):
+    def __init__(self, cache: PrefixCache, tokens: Tokens, scope: Scope | None, persist: bool, pin: bool):
         if not len(tokens):
             raise RequestError("a prompt needs at least one token")
         self._cache = cache
@@ -153,6 +256,10 @@ class CachedSequence:
         self.stats = PrefillStats(len(tokens))
         self.saves = SaveReport()
         self._prompt = tokens
+        self._course = cache.course(tokens, scope)
+        self._persist = persist
+        self._pin = pin
+        self.last_key: bytes | None = None  # of the page that the prefix ends with; known when closed
         self._table: list[int] = []
         self._computed = 0  # tokens whose K and V are in the pages
         self._keys: list[bytes] = []  # of the full pages, in order
@@ -173,6 +280,16 @@ class CachedSequence:
     def num_computed(self) -> int:
         """Tokens whose K and V are present or being read."""
         return self._computed
+
+    @property
+    def num_pages(self) -> int:
+        """Pool pages it holds."""
+        return len(self._table)
+
+    @property
+    def scope(self) -> Scope:
+        """Whose pages it finds and adds."""
+        return self._course.own
 
     @property
     def num_pending(self) -> int:
@@ -209,16 +326,19 @@ class CachedSequence:
         tokens = as_tokens(self.tokens[self._computed : end])
         return Span(tokens, self._computed, self._table, int(end == len(self.tokens)))
 
-    def advance(self, rows: int, spent: StepSeconds) -> None:
-        """Note that a step has computed the next `rows` tokens, and what it spent."""
+    def advance(self, rows: int, spent: StepSeconds, computing: float) -> None:
+        """Note that a step has computed the next `rows` tokens; what it spent, and the seconds it computed."""
         self.settle()  # the step has waited for every layer, so this does not
         prompt_was_pending = self._computed < len(self._prompt)
         self._computed += rows
         self._end_pages()
         if prompt_was_pending:
+            if self._computed >= len(self._prompt):
+                self._remember_rest()  # for those who wait with the same prompt
             for name, seconds in vars(spent).items():
                 setattr(self.stats.seconds, name, getattr(self.stats.seconds, name) + seconds)
-            self.stats.prefill_ms = (time.perf_counter() - self._started) * 1e3
+            self.stats.prefill_ms += computing * 1e3
+            self.stats.total_ms = (time.perf_counter() - self._started) * 1e3
             self.stats.computed_tokens = (
                 min(self._computed, len(self._prompt)) - self.stats.restored_tokens - self.stats.ram_tokens
             )
@@ -243,11 +363,14 @@ class CachedSequence:
         """Take pages from memory and start reading further ones from the store."""
         started = time.perf_counter()
         cache, size = self._cache, self._pool.page_tokens
-        wanted = self._prompt[:-1]
-        match = cache.find(self._prompt)
-        in_ram = self._pool.find(cache.namespace.digest, wanted, cache.policy.min_match)
+        match = cache.find(self._prompt, self._course.own)
+        in_ram = cache.find_in_ram(self._prompt, self._course)
         num_in_ram = sum(rows for _, rows in in_ram)
         self.stats.find_ms = (time.perf_counter() - started) * 1e3
+        match = self._pull_published(match, num_in_ram)
+        match = self._look_abroad(match, num_in_ram)
+        if self.stats.foreign is not None:
+            num_in_ram, in_ram = 0, []
         self._stored = {ref.key for ref in match.pages if ref.num_used == ref.num_tokens}
         if num_in_ram >= match.num_tokens:
             self._take_from_ram(in_ram)
@@ -255,34 +378,107 @@ class CachedSequence:
             # Full pages that both have are taken from memory; everything after them is read.
             full = [(page, rows) for page, rows in in_ram if rows == size]
             aligned = [page for (page, _), ref in zip(full, match.pages, strict=False) if page.key == ref.key]
-            self._take_from_ram([(page, size) for page in aligned])
-            self._start_restore(match.pages[len(aligned) :])
+            refs = match.pages[len(aligned) :]
+            choice = cache.worth.choose(refs, num_in_ram, len(self._prompt))
+            self.stats.load = str(choice)
+            if choice.num_pages:
+                self._take_from_ram([(page, size) for page in aligned])
+                self._start_restore(refs[: choice.num_pages], choice)
+            else:
+                self.stats.foreign = None
+                self._take_from_ram(in_ram)
+            if choice.num_pages < len(refs):
+                self.stats.skipped_tokens = max(0, match.num_tokens - self._computed)
         self.stats.matched_tokens = self._computed
         if not self._computed:
-            self.stats.miss_reason = match.reason or "the matching pages are damaged"
+            skipped = f"{match.num_tokens} tokens are stored, {self.stats.load}"
+            self.stats.miss_reason = match.reason or (
+                skipped if self.stats.skipped_tokens else "the matching pages are damaged"
+            )
         self.stats.diverged_at = match.diverged_at
         if cache.store is not None and match.pages:
             try:
-                self._guards.enter_context(cache.store.protect([ref.key for ref in match.pages]))
-                cache.store.touch([ref.key for ref in match.pages])
+                keys = [ref.key for ref in match.pages]
+                # A partial page needs no protection: it is open already, and its successor may replace it any time.
+                ancestors = [ref.key for ref in match.pages if ref.num_tokens >= self._pool.page_tokens]
+                self._guards.enter_context(cache.store.protect(ancestors))
+                cache.store.touch(keys)
             except StoreError as error:
                 cache.log(f"[KV-DISK] use of {match.num_tokens} tokens not recorded: {error}")
+
+    def _pull_published(self, match: Match, num_in_ram: int) -> Match:
+        """The match after the published pages that continue it were fetched, as far as they came in time."""
+        cache = self._cache
+        is_common = self._course.own is cache.common
+        tokens = self._prompt if is_common else self._prompt[: self._course.num_shared]
+        if self._pull(cache.common.namespace, tokens, max(match.num_tokens, num_in_ram)):
+            return cache.find(self._prompt, self._course.own)
+        return match
+
+    def _look_abroad(self, match: Match, num_in_ram: int) -> Match:
+        """A longer match among pages of the same model with other numerics, or `match` with a word about it.
+
+        Rows that follow such pages are never named or saved as this CPU's own.
+        """
+        cache, known = self._cache, max(match.num_tokens, num_in_ram)
+        accepts = cache.policy.accepts_foreign
+        if self._course.own is not cache.common or (known and not accepts):
+            return match
+        best, most, origin = match, known + cache.policy.min_match - 1, None
+        for related in cache.find_related():
+            found = cache.find_abroad(self._prompt, related)
+            num_tokens = found.num_tokens
+            if accepts and self._pull(related.namespace, self._prompt, max(num_tokens, most)):
+                found = cache.find_abroad(self._prompt, related)
+                num_tokens = found.num_tokens
+            elif not accepts and cache.published is not None:
+                num_tokens = max(num_tokens, cache.published.num_covered(related.namespace, self._prompt))
+            if num_tokens > most:
+                best, most, origin = found, num_tokens, f"{related.origin} ({related.namespace.name})"
+        if origin is None:
+            return match
+        if accepts:
+            self.stats.foreign = origin
+            return best
+        reason = f"{match.reason}; {most} tokens are stored with other numerics: {origin}"
+        return replace(match, reason=f"{reason}; cache.accept=portable reads them")
+
+    def _pull(self, namespace: Namespace, tokens: Tokens, num_known: int) -> bool:
+        """Fetch published pages that continue the first `num_known` tokens; True if any may have come."""
+        published = self._cache.published
+        pull = published.extend(namespace, tokens, num_known) if published is not None else None
+        if pull is None:
+            return False
+        self.stats.pulled_tokens += pull.num_tokens
+        self.stats.pulled_bytes += pull.nbytes
+        self.stats.pull_ms += pull.seconds * 1e3
+        self.stats.pull_problem = pull.problem
+        return True
 
     def _take_from_ram(self, found: list[tuple[CachedPage, int]]) -> None:
         for cached, rows in found:
             page = cached.page
             self._pool.retain(page)
+            if rows < self._pool.page_tokens and (
+                rows < len(cached.tokens)
+                or self._pool.references(page) > 1
+                or cached.parent != self._course.parent_of(len(self._keys), self._keys)
+            ):
+                # Others may still need the rows that this sequence is going to overwrite, or the page's name.
+                try:
+                    copied = self._pool.copy(page)
+                except CapacityError:  # no room for both: these rows are computed anew
+                    break
+                finally:
+                    self._pool.release(page)
+                page = copied
             self._table.append(page)
             self._computed += rows
             self.stats.ram_tokens += rows
             if rows == self._pool.page_tokens:
                 self._end_page(save=cached.key not in self._stored)
-            elif rows < len(cached.tokens) or self._pool.references(page) > 1:
-                # Others may still need the rows that this sequence is going to overwrite.
-                self._table[-1] = self._pool.copy(page)
-                self._pool.release(page)
 
-    def _start_restore(self, refs: Sequence[PageRef]) -> None:
+    def _start_restore(self, refs: Sequence[PageRef], choice: Choice) -> None:
         opened: list[tuple[PageRef, OpenPage]] = []
         store = self._cache.store
         assert store is not None
@@ -305,7 +501,14 @@ class CachedSequence:
         self._restored = [ref for ref, _ in opened]
         self._computed = last.first + last.num_used
         self.stats.restored_tokens = self._computed - self.stats.ram_tokens
-        self.restore = Restore(self._pool, opened, self._table)
+        num_bytes = sum(ref.nbytes for ref, _ in opened)
+        worth = self._cache.worth
+        self.restore = Restore(
+            self._pool,
+            opened,
+            self._table,
+            lambda elapsed, nbytes: worth.is_too_slow(choice, elapsed, nbytes, num_bytes),
+        )
 
     def _reject(self, ref: PageRef, error: Exception) -> None:
         """Put a file that cannot be used out of the way, so that it is met once only and can be saved anew."""
@@ -317,7 +520,7 @@ class CachedSequence:
                 self._cache.log(f"[KV-DISK] {ref.path} is damaged but stays where it is: {problem}")
 
     def settle(self) -> None:
-        """Wait for a restore to end and account for it; after damage, keep the pages before it only."""
+        """Wait for a restore to end and account for it; keep only the pages before a damaged one, none if given up."""
         restore = self.restore
         if restore is None:
             return
@@ -325,7 +528,10 @@ class CachedSequence:
         self.restore = None
         self.stats.restore_ms = restore.seconds * 1e3
         self.stats.bytes_read = restore.nbytes
-        if restore.damage is not None:
+        self._cache.worth.note_read(restore.nbytes, restore.seconds)
+        if restore.is_given_up:
+            self._give_up(restore)
+        elif restore.damage is not None:
             self._reject(restore.damage.ref, restore.damage.error)
             self._drop_from(restore.damage.ref.first)
             self.stats.miss_reason = f"a matching page is damaged: {restore.damage.error}"
@@ -335,8 +541,18 @@ class CachedSequence:
             )
         self._end_pages()
 
+    def _give_up(self, restore: Restore) -> None:
+        """Compute what was being read: the disk turned out too slow. The artifacts are sound and stay."""
+        stored, num_matched = set(self._stored), self._computed
+        self._drop_from(self._restored[0].first)
+        self._stored = stored
+        self.stats.skipped_tokens += num_matched - self._computed
+        self.stats.load = f"given up after {restore.seconds * 1e3:.0f} ms and {restore.nbytes / 1e6:.1f} MB: computing is quicker"
+        if not self._computed:
+            self.stats.miss_reason = f"{num_matched} tokens are stored, reading them was {self.stats.load}"
+
     def _drop_from(self, position: int) -> None:
-        """Forget restored rows from `position` on: their file was damaged."""
+        """Forget restored rows from `position` on."""
         keep = -(-position // self._pool.page_tokens)
         for page in self._table[keep:]:
             self._pool.release(page)
@@ -344,6 +560,8 @@ class CachedSequence:
         self._stored -= {ref.key for ref in self._restored if ref.first >= position}
         self._restored = [ref for ref in self._restored if ref.first < position]
         self._computed = position
+        if not position:
+            self.stats.foreign = None
         self.stats.matched_tokens = position
         self.stats.restored_tokens = max(0, position - self.stats.ram_tokens)
 
@@ -359,35 +577,55 @@ class CachedSequence:
         size = self._pool.page_tokens
         index = len(self._keys)
         tokens = as_tokens(self.tokens[index * size : (index + 1) * size])
-        parent = self._keys[-1] if self._keys else self._cache.namespace.digest
+        parent = self._course.parent_of(index, self._keys)
         key = page_key(parent, tokens)
         self._keys.append(key)
         self._hash.update(tokens.tobytes())
+        if self.stats.foreign is not None:
+            return
         self._pool.remember(self._table[index], parent, tokens)
         if save and key not in self._stored:
             self._save(self._table[index], key, parent, index * size, tokens, self._hash.hexdigest())
+
+    def _remember_rest(self) -> None:
+        """Let others find the rows of the last, partial page; this sequence goes on writing behind them."""
+        size = self._pool.page_tokens
+        index = len(self._keys)
+        rest = as_tokens(self.tokens[index * size : self._computed])
+        if len(rest) and self.stats.foreign is None:
+            self._pool.remember(self._table[index], self._course.parent_of(index, self._keys), rest)
 
     def _save(
         self, page: int, key: bytes, parent: bytes, first: int, tokens: Tokens, prefix_sha256: str
     ) -> None:
         limit = self._cache.policy.max_prefix_tokens
-        if self._cache.writer is None or (limit is not None and first + len(tokens) > limit):
+        writer = self._cache.writer
+        if writer is None or not self._persist or (limit is not None and first + len(tokens) > limit):
             return
-        if self._cache.writer.submit(PageSave(page, key, parent, first, tokens, prefix_sha256, self.saves)):
+        scope = self._course.scope_of(first // self._pool.page_tokens)
+        if writer.submit(PageSave(page, scope, key, parent, first, tokens, prefix_sha256, self.saves)):
             self._stored.add(key)
+        elif self.saves.dropped_at is None:
+            self.saves.dropped_at = first
 
     def _save_rest(self) -> None:
         """The last, partial page: remembered and saved under a key of its own."""
+        if self.stats.foreign is not None:
+            return
         size = self._pool.page_tokens
         index = len(self._keys)
         rest = as_tokens(self.tokens[index * size : self._computed])
-        parent = self._keys[-1] if self._keys else self._cache.namespace.digest
-        key = parent
+        parent = self._course.parent_of(index, self._keys)
+        key = self._keys[-1] if self._keys else parent
         if len(rest):
             key = page_key(parent, rest)
             self._pool.remember(self._table[index], parent, rest)
             if key not in self._stored:
                 self._hash.update(rest.tobytes())
                 self._save(self._table[index], key, parent, index * size, rest, self._hash.hexdigest())
-        if self._cache.writer is not None and self._computed:
-            self._cache.writer.end_request(RequestEnd(self._computed, key, self.saves))
+        if not self._computed:
+            return
+        self.last_key = key
+        if self._cache.writer is not None and self._persist:
+            scope = self._course.scope_of((self._computed - 1) // size)
+            self._cache.writer.end_request(RequestEnd(self._computed, scope, key, self.saves, self._pin))

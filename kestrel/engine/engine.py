@@ -59,10 +59,14 @@ class Engine:
         page_tokens: int,
         chunk_tokens: int,
         kv_ram_bytes: int,
+        kv_touched_bytes: int = 0,
         threads: int | None = None,
         context_tokens: int | None = None,
     ):
-        """chunk_tokens: most rows of one step. threads: None for all cores. context_tokens: longest sequence."""
+        """chunk_tokens: most rows of one step. threads: None for all cores. context_tokens: longest sequence.
+
+        kv_touched_bytes: KV memory committed ahead of use.
+        """
         geometry = weights.geometry
         self.weights = weights
         self.geometry = geometry
@@ -73,7 +77,7 @@ class Engine:
         share_resources(self.threads)
         attention.use_threads(self.threads)
         layout = PageLayout(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, kv_dtype)
-        self.pool = PagePool(layout, page_tokens, kv_ram_bytes)
+        self.pool = PagePool(layout, page_tokens, kv_ram_bytes, min(kv_touched_bytes, kv_ram_bytes))
         self.graphs = LayerGraphs(weights, max(chunk_tokens, numerics.MOST_LEAST_ROWS))
         self.numerics = numerics.measure(weights, kv_dtype, self.graphs)
         self.seconds = StepSeconds()

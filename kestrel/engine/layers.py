@@ -2,11 +2,13 @@
 
 Attention stands between two graphs, so graph l ends layer l-1 (output projection, MLP) and begins
 layer l (norm, QKV). Graph 0 only begins, the last graph ends the model: final norm and head.
+With a mixture of experts the end of a layer is cut out of the graph: which experts run depends on the rows.
 Weights are handed to onnxruntime as the memory-mapped arrays they are; it keeps its packed copy only.
 """
 
 import functools
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,15 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from kestrel.errors import RequestError
-from kestrel.models.geometry import Geometry
+from kestrel.models.geometry import Experts, Geometry
 from kestrel.models.quantisation import BLOCKS
-from kestrel.models.weights import Linear, Weights
+from kestrel.models.weights import LayerWeights, Linear, Mlp, Weights
 
 Floats = npt.NDArray[np.float32]
 
+# A session costs 0.7 MB whatever is in it, an expert that has no rows 3 us of a run. With one session for each expert
+# the 6144 experts of Qwen3-30B-A3B would cost 4.3 GB.
+_EXPERTS_PER_GRAPH = 4
 _BOUND_ROW_COUNTS = 32  # row counts whose bindings are kept: decode steps of a few sequences, full chunks
 
 
@@ -95,18 +100,44 @@ class Graph:
             epsilon=eps,
         )
 
-    def swiglu(self, gate_up: str) -> str:
-        """silu(gate) * up of rows that hold gate, then up."""
-        self.node("Split", [gate_up], ["gate", "up"], axis=-1, num_outputs=2)
-        self.node("QuickGelu", ["gate"], ["gate.silu"], contrib=True, alpha=1.0)
-        return self.node("Mul", ["gate.silu", "up"], ["swiglu.out"])
+    def swiglu(self, gate_up: str, name: str = "") -> str:
+        """silu(gate) * up of rows that hold gate, then up; `name` tells several of them apart."""
+        gate, up = f"{name}gate", f"{name}up"
+        self.node("Split", [gate_up], [gate, up], axis=-1, num_outputs=2)
+        self.node("QuickGelu", [gate], [f"{gate}.silu"], contrib=True, alpha=1.0)
+        return self.node("Mul", [f"{gate}.silu", up], [f"{name}swiglu.out"])
 
-    def session(self, inputs: dict[str, int], outputs: dict[str, int]) -> ort.InferenceSession:
-        """Build the session; inputs and outputs are float32 [rows, width], given as name -> width."""
+    def mlp(self, x: str, weights: Mlp, name: str = "") -> str:
+        """SwiGLU MLP of x; `name` tells several of them apart."""
+        gate_up = self.linear(x, weights.gate_up, f"{name}gate_up")
+        return self.linear(self.swiglu(gate_up, name), weights.down, f"{name}down")
+
+    def choose(self, scores: str, experts: Experts) -> tuple[str, str]:
+        """The experts of each row and their shares: (int64, float32) [rows, num_used], largest share first.
+
+        Of equal shares that of the lower number comes first (the definition of TopK).
+        """
+        self.node("Softmax", [scores], ["shares.all"], axis=-1)
+        used = self.node("Constant", [], ["num_used"], value_ints=[experts.num_used])
+        self.node("TopK", ["shares.all", used], ["shares", "chosen"], axis=-1)
+        if not experts.normalised:
+            return "chosen", "shares"
+        axis = self.node("Constant", [], ["last"], value_ints=[-1])
+        self.node("ReduceSum", ["shares", axis], ["shares.sum"], keepdims=1)
+        return "chosen", self.node("Div", ["shares", "shares.sum"], ["shares.normalised"])
+
+    def session(
+        self, inputs: dict[str, int], outputs: dict[str, int], rows: str | None = "rows"
+    ) -> ort.InferenceSession:
+        """Build the session; inputs and outputs are float32 [rows, width], given as name -> width.
+
+        The output "chosen" is int64. rows=None: each input has a number of rows of its own.
+        """
         from onnx import TensorProto, helper
 
         def value(name: str, width: int) -> Any:
-            return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", width])
+            kind = TensorProto.INT64 if name == "chosen" else TensorProto.FLOAT
+            return helper.make_tensor_value_info(name, kind, [rows, width])
 
         constants = []
         for name, array in self._weights.items():
@@ -139,16 +170,15 @@ class Graph:
         return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def mlp_block(
-    graph: Graph, weights: Any, geometry: Geometry, residual: str, attended: str
+def attention_output(
+    graph: Graph, weights: LayerWeights, geometry: Geometry, residual: str, attended: str
 ) -> tuple[str, str]:
-    """Second half of a layer: output projection, residual, norm, SwiGLU MLP; returns (residual, MLP output)."""
+    """What follows attention in a layer: output projection, residual and norm; returns (residual, MLP input)."""
     projected = graph.linear(attended, weights.o, "o")
     hidden = graph.add_norm(
         residual, projected, weights.post_norm, "post_norm", geometry.norm_eps, "residual.mid"
     )
-    gate_up = graph.linear(hidden, weights.gate_up, "gate_up")
-    return "residual.mid", graph.linear(graph.swiglu(gate_up), weights.down, "down")
+    return "residual.mid", hidden
 
 
 def _layer_session(weights: Weights, layer: int) -> ort.InferenceSession:
@@ -162,8 +192,14 @@ def _layer_session(weights: Weights, layer: int) -> ort.InferenceSession:
     if layer == 0:
         hidden = graph.norm("residual", norm, "norm", geometry.norm_eps)
     else:
-        inputs["attended"] = attended_width
-        residual, x = mlp_block(graph, weights.layers[layer - 1], geometry, "residual", "attended")
+        residual, x = "residual", "mixed"
+        if geometry.experts is None:
+            inputs["attended"] = attended_width
+            ended = weights.layers[layer - 1]
+            residual, hidden = attention_output(graph, ended, geometry, "residual", "attended")
+            x = graph.mlp(hidden, ended.mlps[0])
+        else:
+            inputs["mixed"] = geometry.hidden_size
         total = "" if last else "residual.out"
         hidden = graph.add_norm(residual, x, norm, "norm", geometry.norm_eps, total)
         if not last:
@@ -177,6 +213,60 @@ def _layer_session(weights: Weights, layer: int) -> ort.InferenceSession:
             qkv = graph.node("Add", [qkv, graph.weight("qkv.bias", bias)], ["qkv.biased"])
         outputs[qkv] = weights.layers[layer].qkv.out_features
     return graph.session(inputs, outputs)
+
+
+class ExpertLayer:
+    """The end of a layer with a mixture of experts: a router chooses for each row, an expert runs on its rows alone.
+
+    onnxruntime's QMoE does all that in one operator, but a row's result there depends on the rows beside it and on
+    the number of threads. Here an expert is the same GEMMs as any MLP, and a row adds up what its experts gave in
+    the order of their numbers, whoever else is in the step.
+    """
+
+    def __init__(self, weights: LayerWeights, geometry: Geometry):
+        assert geometry.experts is not None and weights.router is not None
+        graph = Graph()
+        residual, hidden = attention_output(graph, weights, geometry, "residual", "attended")
+        scores = graph.linear(hidden, weights.router, "router")
+        chosen, shares = graph.choose(scores, geometry.experts)
+        width, used = geometry.hidden_size, geometry.experts.num_used
+        self._route = graph.session(
+            {"residual": width, "attended": geometry.num_heads * geometry.head_dim},
+            {residual: width, hidden: width, chosen: used, shares: used},
+        )
+        self._groups: list[ort.InferenceSession] = []
+        for first in range(0, len(weights.mlps), _EXPERTS_PER_GRAPH):
+            graph, outputs = Graph(), {}
+            members = range(first, min(first + _EXPERTS_PER_GRAPH, len(weights.mlps)))
+            for number in members:
+                outputs[graph.mlp(f"{number}.x", weights.mlps[number], f"{number}.")] = width
+            self._groups.append(graph.session({f"{number}.x": width for number in members}, outputs, None))
+        self._num_experts = len(weights.mlps)
+
+    def run(self, residual: Floats, attended: Floats, mixed: Floats, least: int) -> None:
+        """End the layer: the sum after attention goes to `residual`, what the experts gave to `mixed`.
+
+        least: rows an expert is run with at least (rows of zeros are added), see numerics.least_rows.
+        """
+        sums, hidden, chosen, shares = self._route.run(None, {"residual": residual, "attended": attended})
+        residual[:] = sums
+        mixed[:] = 0
+        places = np.argsort(chosen, axis=None, kind="stable")  # by expert, then by row
+        rows, shares = places // chosen.shape[1], shares.reshape(-1, 1)[places]
+        counts = np.bincount(chosen.ravel(), minlength=self._num_experts)
+        bounds = [0, *np.cumsum(counts).tolist()]  # expert e has places [bounds[e], bounds[e + 1])
+        for group in np.unique(np.flatnonzero(counts) // _EXPERTS_PER_GRAPH):
+            first = int(group) * _EXPERTS_PER_GRAPH
+            pairs = list(pairwise(bounds[first : first + _EXPERTS_PER_GRAPH + 1]))
+            feeds = {}
+            for number, (start, end) in enumerate(pairs, first):
+                x = hidden[rows[start:end]]
+                if 0 < end - start < least:
+                    x = np.pad(x, ((0, least - end + start), (0, 0)))
+                feeds[f"{number}.x"] = x
+            results = self._groups[group].run(None, feeds)
+            for result, (start, end) in zip(results, pairs, strict=True):
+                mixed[rows[start:end]] += shares[start:end] * result[: end - start]
 
 
 class LayerGraphs:
@@ -195,6 +285,11 @@ class LayerGraphs:
         width = (geometry.num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim
         self.qkv: Floats = np.zeros((max_rows, width), np.float32)
         self._sessions = [_layer_session(weights, layer) for layer in range(geometry.num_layers + 1)]
+        self._expert_layers: list[ExpertLayer] = []
+        if geometry.experts is not None:
+            self._expert_layers = [ExpertLayer(layer, geometry) for layer in weights.layers]
+        self._mixed: Floats = np.zeros((max_rows, geometry.hidden_size), np.float32)
+        self.least_expert_rows = 1  # set by numerics.least_rows
         self._bindings: dict[int, list[Any]] = {}
 
     @property
@@ -218,6 +313,11 @@ class LayerGraphs:
             if len(self._bindings) >= _BOUND_ROW_COUNTS:
                 self._bindings.pop(next(iter(self._bindings)))
             bindings = self._bindings[rows] = [self._bind(i, rows) for i in range(self.geometry.num_layers)]
+        if layer and self._expert_layers:
+            source = self._residuals[(layer + 1) % 2]
+            self._expert_layers[layer - 1].run(
+                source[:rows], self.attended[:rows], self._mixed[:rows], self.least_expert_rows
+            )
         self._sessions[layer].run_with_iobinding(bindings[layer])
 
     def logits(self, picked: Sequence[int], least: int) -> Floats:
@@ -234,6 +334,10 @@ class LayerGraphs:
                 ("attended", self.attended),
             )
         }
+        if self._expert_layers:
+            feeds["mixed"] = np.empty_like(feeds["residual"])
+            self._expert_layers[-1].run(**feeds, least=self.least_expert_rows)
+            del feeds["attended"]
         result: Floats = self._sessions[-1].run(None, feeds)[0]
         return result[: len(rows)]
 
@@ -244,7 +348,12 @@ class LayerGraphs:
         source, target = self._residuals[(layer + 1) % 2], self._residuals[layer % 2]
         if layer == 0:
             source = target = self._residuals[0]
-        buffers = {"residual": source, "attended": self.attended, "residual.out": target}
+        buffers = {
+            "residual": source,
+            "attended": self.attended,
+            "mixed": self._mixed,
+            "residual.out": target,
+        }
         for item, bind in [(i, binding.bind_input) for i in session.get_inputs()] + [
             (o, binding.bind_output) for o in session.get_outputs()
         ]:

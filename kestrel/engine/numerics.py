@@ -17,7 +17,7 @@ import xxhash
 from kestrel.engine import attention
 from kestrel.engine.layers import Floats, Graph, LayerGraphs
 from kestrel.engine.pool import PagePool
-from kestrel.models.geometry import Geometry
+from kestrel.models.geometry import Experts, Geometry
 from kestrel.models.quantisation import BLOCKS, num_blocks
 from kestrel.models.weights import Linear, Weights
 from kestrel.store.layout import KvDtype, PageLayout
@@ -50,7 +50,8 @@ def measure(weights: Weights, kv_dtype: KvDtype, graphs: LayerGraphs) -> Numeric
 def least_rows(graphs: LayerGraphs) -> int | None:
     """Fewest rows (1, 2, 4 or 8) from which on the graphs give every row the same bits in any company; None if none.
 
-    Runs a middle layer and the head of the real model with fixed inputs.
+    Runs a middle layer and the head of the real model with fixed inputs. Experts meet few of a step's rows, so they
+    are padded too: graphs.least_expert_rows is left at the number found.
     """
     layer = min(1, graphs.geometry.num_layers - 1)
     inputs = _pattern((128, graphs.geometry.hidden_size)), _pattern((128, graphs.attended.shape[1]))
@@ -63,18 +64,18 @@ def least_rows(graphs: LayerGraphs) -> int | None:
         graphs.fill_last(*(x[first : first + rows] for x in inputs))
         return [projected, graphs.logits(range(rows), rows)]
 
-    reference = run(0, largest)
-    differs = {
-        rows: any(
+    def differs(rows: int) -> bool:
+        return any(
             not np.array_equal(alone.view(np.int32), among[first : first + rows].view(np.int32))
             for first in (0, 17)
             for alone, among in zip(run(first, rows), reference, strict=True)
         )
-        for rows in (1, 2, 3, 4, 5, 8, 13, 31)
-        if 17 + rows <= largest
-    }
+
     for least in (1, 2, 4, MOST_LEAST_ROWS):
-        if not any(bad for rows, bad in differs.items() if rows >= least):
+        graphs.least_expert_rows = least
+        reference = run(0, largest)
+        counts = [n for n in (1, 2, 3, 4, 5, 8, 13, 31) if n >= least and 17 + n <= largest]
+        if not any(differs(rows) for rows in counts):
             return least
     return None
 
@@ -84,9 +85,9 @@ def probe(weights: Weights, kv_dtype: KvDtype, rows: int) -> str:
     geometry = weights.geometry
     outputs: list[npt.NDArray[Any]] = []
     layer = weights.layers[0]
-    matrices = {
-        (linear.bits, linear.in_features) for linear in (layer.qkv, layer.o, layer.down, weights.head)
-    }
+    linears = [layer.qkv, layer.o, layer.mlps[0].down, weights.head]
+    linears += [] if layer.router is None else [layer.router]
+    matrices = {(linear.bits, linear.in_features) for linear in linears}
     for bits, length in sorted(matrices):
         graph = Graph()
         out = graph.linear("x", _pattern_linear(bits, length), "probe")
@@ -105,12 +106,27 @@ def probe(weights: Weights, kv_dtype: KvDtype, rows: int) -> str:
         None,
         {"a": _pattern((5, geometry.hidden_size)), "b": np.float32(4) * _pattern((5, 2 * geometry.ffn_size))},
     )
+    if geometry.experts is not None:
+        outputs += _probe_router(geometry.experts)
     outputs += rope_table(geometry, _PROBE_POSITIONS)
     outputs += _probe_attention(geometry, kv_dtype)
     digest = xxhash.xxh3_128()
     for array in outputs:
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
+
+
+def _probe_router(experts: Experts) -> list[npt.NDArray[Any]]:
+    """Which experts are chosen for 5 rows of scores, and their shares."""
+    graph = Graph()
+    chosen, shares = graph.choose("scores", experts)
+    session = graph.session(
+        {"scores": experts.num_experts}, {chosen: experts.num_used, shares: experts.num_used}
+    )
+    outputs: list[npt.NDArray[Any]] = session.run(
+        None, {"scores": np.float32(4) * _pattern((5, experts.num_experts))}
+    )
+    return outputs
 
 
 def rope_table(geometry: Geometry, positions: int) -> tuple[Floats, Floats]:

@@ -5,9 +5,11 @@ bytes into it and a save writes it. Pages are counted by reference. A page nobod
 stays as a RAM cache under its key until the pool needs room, least recently released first.
 """
 
+import ctypes
 import mmap
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +34,11 @@ class CachedPage:
 class PagePool:
     """A fixed number of pages in one lazily committed mapping: memory is used as pages are first touched."""
 
-    def __init__(self, layout: PageLayout, page_tokens: int, budget_nbytes: int):
-        """budget_nbytes: upper bound of all pages together; ConfigError if not even two pages fit."""
+    def __init__(self, layout: PageLayout, page_tokens: int, budget_nbytes: int, touched_nbytes: int = 0):
+        """budget_nbytes: upper bound of all pages together; ConfigError if not even two pages fit.
+
+        touched_nbytes: memory kept committed ahead of use, so that a restore need not wait for the kernel.
+        """
         self.layout = layout
         self.page_tokens = page_tokens
         self.page_nbytes = layout.page_nbytes(page_tokens)
@@ -51,6 +56,7 @@ class PagePool:
         self.quantised = layout.kv_dtype == "int8"
         self.page_size = self.page_nbytes // self.kv.itemsize  # elements of kv from one page to the next
         self._lock = threading.RLock()  # the writer thread releases pages too; guards all of the below
+        self._touching = _Toucher(self._bytes, self.page_nbytes, self.num_pages, touched_nbytes)
         self._references = [0] * self.num_pages
         self._never_used = iter(range(self.num_pages))
         self._free: list[int] = []
@@ -101,6 +107,7 @@ class PagePool:
                 page = self._free.pop()
             else:
                 page = next(self._never_used, -1)
+                self._touching.reach(page)
                 if page < 0:
                     if not self._idle:
                         raise CapacityError(
@@ -180,6 +187,23 @@ class PagePool:
                     break
             return found if position >= at_least else []
 
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Let no later sequence find these pages; those that hold them keep them."""
+        with self._lock:
+            for key in keys:
+                cached = self._cached.get(key)
+                if cached is None:
+                    continue
+                self._forget(cached.page)
+                if cached.page in self._idle:
+                    del self._idle[cached.page]
+                    self._free.append(cached.page)
+
+    def remembered(self) -> list[CachedPage]:
+        """All pages that later sequences can find."""
+        with self._lock:
+            return list(self._cached.values())
+
     def get(self, key: bytes) -> CachedPage | None:
         """The remembered page of this key."""
         return self._cached.get(key)
@@ -196,6 +220,10 @@ class PagePool:
                 self.release(page)
             return target
 
+    def close(self) -> None:
+        """Stop committing memory ahead of use; the pool is not used any more."""
+        self._touching.stop()
+
     @property
     def num_cached(self) -> int:
         """Pages nobody refers to that are kept as RAM cache."""
@@ -209,6 +237,56 @@ class PagePool:
             del siblings[key]
             if not siblings:
                 del self._children[cached.parent]
+
+
+class _Toucher:
+    """Commits the memory of the next pages in the background: a first touch costs more than reading a file into it.
+
+    Uses MADV_POPULATE_WRITE (Linux 5.14), which changes no content, so it may meet pages already in use. Where it
+    is missing, pages are committed as they are touched.
+    """
+
+    _POPULATE_WRITE = 23
+
+    def __init__(self, memory: npt.NDArray[np.uint8], page_nbytes: int, num_pages: int, ahead_nbytes: int):
+        self._memory = memory
+        self._page_nbytes = page_nbytes
+        self._num_pages = num_pages
+        self._ahead = ahead_nbytes // page_nbytes
+        self._wanted = 0
+        self._changed = threading.Condition()
+        if self._ahead:
+            threading.Thread(target=self._touch, name="kestrel-memory", daemon=True).start()
+            self.reach(-1)
+
+    def reach(self, page: int) -> None:
+        """Pages up to `page` are in use: commit those that follow."""
+        with self._changed:
+            self._wanted = max(self._wanted, min(page + 1 + self._ahead, self._num_pages))
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End the thread, which would otherwise keep the memory alive."""
+        with self._changed:
+            self._num_pages = 0
+            self._changed.notify()
+
+    def _touch(self) -> None:
+        madvise = ctypes.CDLL(None).madvise  # mmap.madvise would hold the interpreter's lock meanwhile
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        start = self._memory.ctypes.data
+        done = 0
+        while True:
+            with self._changed:
+                while self._wanted <= done < self._num_pages:
+                    self._changed.wait()
+                if done >= self._num_pages:
+                    return
+            first = (start + done * self._page_nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            end = start + (done + 1) * self._page_nbytes
+            if madvise(first, end - first, self._POPULATE_WRITE) != 0:
+                return
+            done += 1
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:

@@ -17,7 +17,9 @@ class Sampling:
 
     temperature 0 is greedy (ties: lowest id). top_k 0, top_p 1 and min_p 0 switch those filters off.
     repetition_penalty divides positive and multiplies negative logits of every token seen so far (Keskar
-    et al. 2019). seed None draws a fresh one. logprobs: how many alternatives to report, None for none.
+    et al. 2019). presence_penalty is subtracted from the logits of every token of the answer so far, and
+    frequency_penalty once for each time it occurs there (OpenAI's definitions; the prompt does not count).
+    seed None draws a fresh one. logprobs: how many alternatives to report, None for none.
     RequestError when a value is out of range.
     """
 
@@ -26,6 +28,8 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     logprobs: int | None = None
 
@@ -36,6 +40,8 @@ class Sampling:
             ("top_p", 0 < self.top_p <= 1, "above 0 up to 1"),
             ("min_p", 0 <= self.min_p <= 1, "0 to 1"),
             ("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0 up to 100"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 to 2"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "0 to 20"),
         ):
             if not ok:
@@ -58,8 +64,10 @@ class Sampler:
     cancelled neighbour cannot shift it.
     """
 
-    def __init__(self, sampling: Sampling):
+    def __init__(self, sampling: Sampling, num_prompt: int = 0):
+        """num_prompt: how many of the tokens seen are not the answer's."""
         self.sampling = sampling
+        self._num_prompt = num_prompt
         seed = int.from_bytes(os.urandom(8)) if sampling.seed is None else sampling.seed % 2**64
         self._seed = seed
 
@@ -73,6 +81,9 @@ class Sampler:
             scores[used] = np.where(
                 values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty
             )
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            answered, counts = np.unique(seen[self._num_prompt :], return_counts=True)
+            scores[answered] -= sampling.presence_penalty + sampling.frequency_penalty * counts
         if sampling.temperature == 0:
             token = int(np.argmax(scores))
         else:

@@ -44,6 +44,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         self.source = source
+        self.takes_tools = "tools" in (tool_source or source)  # else it would leave them out silently
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)

@@ -98,11 +98,15 @@ def open_checkpoint(path: Path, memo_root: Path | None = None) -> Checkpoint:
 
 
 def check_shapes(geometry: Geometry, found: dict[str, tuple[int, ...]], where: Path) -> None:
-    """ModelError unless `found` (canonical name -> shape) has every tensor of the geometry, in its shape."""
-    for name, shape in geometry.tensor_shapes().items():
+    """ModelError unless `found` (canonical name -> shape) has the tensors of the geometry and no others."""
+    expected = geometry.tensor_shapes()
+    for name, shape in expected.items():
         if name not in found:
             raise ModelError(
                 f"{where}: tensor {name} is missing; the file is incomplete or of another architecture"
             )
         if found[name] != shape:
             raise ModelError(f"{where}: tensor {name} has shape {list(found[name])}, expected {list(shape)}")
+    for name in found:
+        if name not in expected:
+            raise ModelError(f"{where}: tensor {name} has no place in {geometry.architecture}")

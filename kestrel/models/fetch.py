@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kestrel.config import GeometryConfig, ModelConfig, WheelConfig
 from kestrel.errors import ModelError
+from kestrel.models.adapter import AdaptedCheckpoint
 from kestrel.models.checkpoint import Checkpoint, open_checkpoint
 from kestrel.models.digests import DigestMemo, file_sha256
 from kestrel.models.geometry import Geometry, Rope
@@ -25,7 +26,7 @@ def resolve_model(model: ModelConfig, log: Log = log_to_stderr) -> tuple[Checkpo
     """Open the configured checkpoint, fetching it if need be: (checkpoint, name to serve it under).
 
     `model.path` wins over the declared source. A declared geometry that differs from the checkpoint's is a
-    ModelError naming the field.
+    ModelError naming the field. With `model.adapter` the checkpoint has that adapter merged in, and the name tells.
     """
     declared = model.declared
     if model.path is not None:
@@ -49,6 +50,9 @@ def resolve_model(model: ModelConfig, log: Log = log_to_stderr) -> tuple[Checkpo
         raise ModelError(f"{declared.name} has no declared source; download it and set model.path=PATH")
     if declared is not None and declared.geometry is not None:
         check_declared(declared.geometry, checkpoint.geometry, declared.name)
+    if model.adapter is not None:
+        checkpoint = AdaptedCheckpoint(checkpoint, Path(model.adapter))
+        name = model.name or f"{name}+{Path(model.adapter).resolve().name}"
     return checkpoint, name
 
 

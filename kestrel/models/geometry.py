@@ -1,7 +1,7 @@
 """Geometry: the numbers that say which transformer a checkpoint is, and the RoPE frequencies they imply."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from kestrel.errors import ModelError
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")  # dense decoders with RMSNorm, SwiGLU and rotate-half RoPE
+# Decoders with RMSNorm, SwiGLU and rotate-half RoPE; qwen3moe has a mixture of experts in every layer.
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
 ROPE_SCALINGS = ("linear", "llama3", "yarn", "factors")
 
 
@@ -56,8 +57,20 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: `num_experts` MLPs in each layer, of which every token uses `num_used`.
+
+    A router's softmax over all experts weighs them; `normalised` weights of those used are divided by their sum.
+    """
+
+    num_experts: int
+    num_used: int
+    normalised: bool
+
+
+@dataclass(frozen=True)
 class Geometry:
-    """Shapes and constants of a dense decoder. Attention scale is head_dim ** -0.5, activation SiLU, always."""
+    """Shapes and constants of a decoder. Attention scale is head_dim ** -0.5, activation SiLU, always."""
 
     architecture: str  # one of ARCHITECTURES
     num_layers: int
@@ -65,7 +78,7 @@ class Geometry:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    ffn_size: int
+    ffn_size: int  # of the MLP, or of each expert
     vocab_size: int  # rows of the embedding matrix; a tokenizer may know fewer ids
     context_tokens: int  # the longest context the checkpoint was made for
     norm_eps: float
@@ -73,6 +86,7 @@ class Geometry:
     qkv_bias: bool  # biases are added to q, k and v
     qk_norm: bool  # q and k are RMS-normalised per head before RoPE
     tied_head: bool  # the LM head is the embedding matrix
+    experts: Experts | None = None  # None: one MLP in each layer, used by every token
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
@@ -89,6 +103,12 @@ class Geometry:
             raise ModelError(
                 f"num_heads must be a multiple of num_kv_heads, found {self.num_heads} and {self.num_kv_heads}"
             )
+        if (self.experts is not None) != (self.architecture == "qwen3moe"):
+            raise ModelError(f"{self.architecture} with experts={self.experts} is not supported")
+        if self.experts is not None and not 0 < self.experts.num_used <= self.experts.num_experts:
+            raise ModelError(
+                f"a token must use 1 to {self.experts.num_experts} experts, found {self.experts.num_used}"
+            )
         if self.rope.dim % 2 or not 0 < self.rope.dim <= self.head_dim:
             raise ModelError(
                 f"RoPE must turn an even number of at most {self.head_dim} dimensions, found {self.rope.dim}"
@@ -99,7 +119,7 @@ class Geometry:
 
     def as_identity(self) -> dict[str, Any]:
         """Plain JSON data for the model identity: everything but `context_tokens`, which does not change KV."""
-        return {
+        identity: dict[str, Any] = {
             "architecture": self.architecture,
             "num_layers": self.num_layers,
             "hidden_size": self.hidden_size,
@@ -114,6 +134,9 @@ class Geometry:
             "qk_norm": self.qk_norm,
             "tied_head": self.tied_head,
         }
+        if self.experts is not None:
+            identity["experts"] = asdict(self.experts)
+        return identity
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -124,6 +147,13 @@ class Geometry:
     def num_parameters(self) -> int:
         """Numbers in the checkpoint; a tied head counts once."""
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
+
+    @property
+    def mlp_names(self) -> tuple[str, ...]:
+        """What stands before gate, up and down in the tensor names of a layer: one prefix for each MLP it has."""
+        if self.experts is None:
+            return ("",)
+        return tuple(f"experts.{number}." for number in range(self.experts.num_experts))
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of a checkpoint by canonical name, in canonical order; matrices are [out, in]."""
@@ -141,11 +171,14 @@ class Geometry:
             if self.qk_norm:
                 names |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
             names |= {"o": (hidden, heads), "post_norm": (hidden,)}
-            names |= {
-                "gate": (self.ffn_size, hidden),
-                "up": (self.ffn_size, hidden),
-                "down": (hidden, self.ffn_size),
-            }
+            if self.experts is not None:
+                names |= {"router": (self.experts.num_experts, hidden)}
+            for mlp in self.mlp_names:
+                names |= {
+                    f"{mlp}gate": (self.ffn_size, hidden),
+                    f"{mlp}up": (self.ffn_size, hidden),
+                    f"{mlp}down": (hidden, self.ffn_size),
+                }
             shapes |= {f"layers.{layer}.{name}": shape for name, shape in names.items()}
         shapes["norm"] = (hidden,)
         if not self.tied_head:

@@ -14,13 +14,25 @@ from kestrel.errors import ModelError
 from kestrel.models.chat import ChatTemplate, compile_templates
 from kestrel.models.checkpoint import Bytes, Floats, check_shapes
 from kestrel.models.digests import DigestMemo, file_xxh3
-from kestrel.models.geometry import Geometry, Rope
-from kestrel.models.gguf_container import GGUFContainer, GGUFTensor
+from kestrel.models.geometry import Experts, Geometry, Rope
+from kestrel.models.gguf_container import GGUFContainer, GGUFTensor, split_tensor
 from kestrel.models.quantisation import BLOCKS, pack4
-from kestrel.models.tokenizer import Tokenizer, add_tokens, byte_level_tokenizer, sentencepiece_tokenizer
+from kestrel.models.tokenizer import (
+    VISION_TOKENS,
+    Tokenizer,
+    add_tokens,
+    byte_level_tokenizer,
+    sentencepiece_tokenizer,
+)
 
 # qwen3vl is the text decoder of Qwen3-VL: for text its three-part positions coincide with plain RoPE.
-_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3vl": "qwen3"}
+_ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3moe",
+    "qwen3vl": "qwen3",
+}
 _TENSORS = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
 _LAYER_TENSORS = {
     "input_norm": "attn_norm.weight",
@@ -34,11 +46,18 @@ _LAYER_TENSORS = {
     "k_norm": "attn_k_norm.weight",
     "o": "attn_output.weight",
     "post_norm": "ffn_norm.weight",
+    "router": "ffn_gate_inp.weight",
     "gate": "ffn_gate.weight",
     "up": "ffn_up.weight",
     "down": "ffn_down.weight",
 }
+_EXPERT_TENSORS = {  # the matrices of all experts one after another
+    "gate": "ffn_gate_exps.weight",
+    "up": "ffn_up_exps.weight",
+    "down": "ffn_down_exps.weight",
+}
 _ROPE_FACTORS = "rope_freqs.weight"
+_SOFTMAX = 1  # expert_gating_func
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
 
 
@@ -164,6 +183,7 @@ class GGUFCheckpoint:
             eos,
             prefix=[bos] if wants_bos and bos is not None else [],
             suffix=eos[:1] if self._metadata.get("tokenizer.ggml.add_eos_token") else [],
+            refused=VISION_TOKENS if self._found == "qwen3vl" else (),
         )
 
     def chat_template(self) -> ChatTemplate | None:
@@ -183,11 +203,16 @@ class GGUFCheckpoint:
         """Tensors by canonical name; ModelError for one that no supported architecture has."""
         canonical = {file_name: name for name, file_name in _TENSORS.items()}
         layer_names = {file_name: name for name, file_name in _LAYER_TENSORS.items()}
+        expert_names = {file_name: name for name, file_name in _EXPERT_TENSORS.items()}
         tensors: dict[str, GGUFTensor] = {}
         for file_name, tensor in self._file.tensors.items():
             name = canonical.get(file_name)
             if file_name.startswith("blk."):
                 _, layer, rest = file_name.split(".", 2) if file_name.count(".") >= 2 else ("", "", "")
+                if rest in expert_names and layer.isdecimal() and len(tensor.shape) == 3:
+                    for number, expert in enumerate(split_tensor(tensor)):
+                        tensors[f"layers.{layer}.experts.{number}.{expert_names[rest]}"] = expert
+                    continue
                 name = (
                     f"layers.{layer}.{layer_names[rest]}"
                     if rest in layer_names and layer.isdecimal()
@@ -197,8 +222,8 @@ class GGUFCheckpoint:
                 continue
             if name is None:
                 raise ModelError(
-                    f"{self.path}: tensor {file_name} belongs to no architecture Kestrel runs (dense"
-                    f" {', '.join(_ARCHITECTURES)} without biases outside q, k, v)"
+                    f"{self.path}: tensor {file_name} belongs to no architecture Kestrel runs"
+                    f" ({', '.join(_ARCHITECTURES)} without biases outside q, k, v)"
                 )
             tensors[name] = tensor
         return tensors
@@ -206,10 +231,7 @@ class GGUFCheckpoint:
     def _read_geometry(self) -> Geometry:
         if "embed" not in self._tensors:
             raise ModelError(f"{self.path}: tensor {_TENSORS['embed']} is missing; is this a language model?")
-        if self._count("expert_count", 0):
-            raise ModelError(
-                f"{self.path}: mixture-of-experts models are not supported; use a dense checkpoint"
-            )
+        experts = self._read_experts()
         if self._count("attention.sliding_window", 0):
             raise ModelError(f"{self.path}: sliding-window attention is not supported")
         hidden, heads = self._count("embedding_length"), self._count("attention.head_count")
@@ -228,7 +250,7 @@ class GGUFCheckpoint:
             num_heads=heads,
             num_kv_heads=self._count("attention.head_count_kv", heads),
             head_dim=head_dim,
-            ffn_size=self._count("feed_forward_length"),
+            ffn_size=self._count("feed_forward_length" if experts is None else "expert_feed_forward_length"),
             vocab_size=self._tensors["embed"].shape[0],
             context_tokens=self._count("context_length"),
             norm_eps=_shortest(self._number("attention.layer_norm_rms_epsilon")),
@@ -236,7 +258,27 @@ class GGUFCheckpoint:
             qkv_bias="layers.0.q_bias" in self._tensors,
             qk_norm="layers.0.q_norm" in self._tensors,
             tied_head="head" not in self._tensors,
+            experts=experts,
         )
+
+    def _read_experts(self) -> Experts | None:
+        """The mixture of experts; ModelError for one that works otherwise than Qwen3's."""
+        count = self._count("expert_count", 0)
+        if _ARCHITECTURES[str(self._found)] != "qwen3moe":
+            if count:
+                raise ModelError(f"{self.path}: {self._found} with a mixture of experts is not supported")
+            return None
+        for key, usual in (
+            ("expert_shared_count", (0,)),
+            ("expert_gating_func", (_SOFTMAX,)),
+            ("expert_weights_scale", (0.0, 1.0)),
+            ("expert_group_count", (0, 1)),
+        ):
+            if (found := self._number(key, usual[0])) not in usual:
+                raise ModelError(f"{self.path}: {self._found}.{key} {found} is not supported")
+        # Qwen3's files say nothing of it, and every reader normalises.
+        normalised = self._metadata.get(f"{self._found}.expert_weights_norm", True)
+        return Experts(count, self._count("expert_used_count"), normalised is True)
 
     def _read_rope(self, head_dim: int) -> Rope:
         dim = self._count("rope.dimension_count", head_dim)

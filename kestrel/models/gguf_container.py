@@ -45,6 +45,15 @@ class GGUFTensor:
     nbytes: int
 
 
+def split_tensor(tensor: GGUFTensor) -> list[GGUFTensor]:
+    """The tensor cut along its first dimension."""
+    nbytes = tensor.nbytes // tensor.shape[0]
+    return [
+        GGUFTensor(f"{tensor.name}[{i}]", tensor.kind, tensor.shape[1:], tensor.offset + i * nbytes, nbytes)
+        for i in range(tensor.shape[0])
+    ]
+
+
 class GGUFContainer:
     """A memory-mapped GGUF file; ModelError if it is damaged, truncated or of a kind that cannot be read."""
 

@@ -1,6 +1,7 @@
 """Checkpoints in Hugging Face folders: config.json, safetensors files, tokenizer.json."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,16 @@ from kestrel.identity import canonical_json
 from kestrel.models.chat import ChatTemplate, compile_templates
 from kestrel.models.checkpoint import Bytes, Floats, check_shapes
 from kestrel.models.digests import DigestMemo, file_xxh3
-from kestrel.models.geometry import Geometry, Rope
-from kestrel.models.tokenizer import Tokenizer
+from kestrel.models.geometry import Experts, Geometry, Rope
+from kestrel.models.tokenizer import VISION_TOKENS, Tokenizer
 
+_VISION = "Qwen3VLForConditionalGeneration"
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
-    "Qwen3VLForConditionalGeneration": "qwen3",  # its text decoder: for text, RoPE's three parts coincide
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    _VISION: "qwen3",  # its text decoder: for text, RoPE's three parts coincide
 }
 _TENSORS = {"embed": "embed_tokens.weight", "norm": "norm.weight"}
 _LAYER_TENSORS = {
@@ -38,17 +41,21 @@ _LAYER_TENSORS = {
     "k_norm": "self_attn.k_norm.weight",
     "o": "self_attn.o_proj.weight",
     "post_norm": "post_attention_layernorm.weight",
+    "router": "mlp.gate.weight",
     "gate": "mlp.gate_proj.weight",
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
 }
+_NAMES = {file_name: name for name, file_name in _TENSORS.items()}
+_LAYER_NAMES = {file_name: name for name, file_name in _LAYER_TENSORS.items()}
+_EXPERT_TENSOR = re.compile(r"mlp\.experts\.(\d+)\.((?:gate|up|down)_proj\.weight)")
 _IGNORED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # computed, not learnt
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class StoredTensor:
     """A tensor of a memory-mapped safetensors file: its bytes as [rows, in] of the stored type."""
 
     dtype: str
@@ -151,7 +158,8 @@ class HuggingFaceCheckpoint:
         if "eos_token" in tokens:
             end = backend.token_to_id(tokens["eos_token"])
             ends |= set() if end is None else {end}
-        return Tokenizer(backend, bos, ends, prefix, suffix)
+        refused = VISION_TOKENS if self._config["architectures"][0] == _VISION else ()
+        return Tokenizer(backend, bos, ends, prefix, suffix, refused)
 
     def chat_template(self) -> ChatTemplate | None:
         """chat_template.jinja, else chat_template.json, else what tokenizer_config.json holds."""
@@ -198,33 +206,23 @@ class HuggingFaceCheckpoint:
                 )
         return shards
 
-    def _open_tensors(self) -> dict[str, _Tensor]:
+    def _open_tensors(self) -> dict[str, StoredTensor]:
         """Map the files: tensors by canonical name; ModelError for one that no supported architecture has."""
-        names = {file_name: name for name, file_name in _TENSORS.items()}
-        layer_names = {file_name: name for name, file_name in _LAYER_TENSORS.items()}
-        tensors: dict[str, _Tensor] = {}
+        tensors: dict[str, StoredTensor] = {}
         for shard in self._shards:
-            entries = _read_header(shard)
+            entries = read_header(shard)
             data: Bytes = np.memmap(shard, np.uint8, "r").view(np.ndarray)
             for full_name, entry in entries.items():
-                if full_name == "lm_head.weight":
-                    name: str | None = "head"
-                else:
-                    # model.X; of multimodal folders model.language_model.X (older: language_model.model.X)
-                    rest = full_name.replace("language_model.", "").removeprefix("model.")
-                    if rest.startswith("visual.") or rest.endswith(_IGNORED):
-                        continue
-                    name = names.get(rest)
-                    if rest.startswith("layers.") and rest.count(".") >= 2:
-                        _, layer, rest = rest.split(".", 2)
-                        name = f"layers.{layer}.{layer_names[rest]}" if rest in layer_names else None
+                if ".visual." in f".{full_name}" or full_name.endswith(_IGNORED):
+                    continue
+                name = canonical_name(full_name)
                 if name is None:
                     raise ModelError(
-                        f"{shard}: tensor {full_name} belongs to no architecture Kestrel runs (dense"
-                        f" {', '.join(_ARCHITECTURES)} without biases outside q, k, v)"
+                        f"{shard}: tensor {full_name} belongs to no architecture Kestrel runs"
+                        f" ({', '.join(_ARCHITECTURES)} without biases outside q, k, v)"
                     )
                 if not (name == "head" and self._tied):
-                    tensors[name] = _view_tensor(data, entry, f"{shard}: tensor {full_name}")
+                    tensors[name] = view_tensor(data, entry, f"{shard}: tensor {full_name}")
         return tensors
 
     def _read_geometry(self) -> Geometry:
@@ -249,6 +247,7 @@ class HuggingFaceCheckpoint:
         head_dim = self._setting(
             "head_dim", int, 128 if self._architecture == "qwen3" else hidden // max(heads, 1)
         )
+        experts = self._read_experts() if self._architecture == "qwen3moe" else None
         return Geometry(
             architecture=self._architecture,
             num_layers=layers,
@@ -256,7 +255,7 @@ class HuggingFaceCheckpoint:
             num_heads=heads,
             num_kv_heads=self._setting("num_key_value_heads", int, heads),
             head_dim=head_dim,
-            ffn_size=self._setting("intermediate_size", int),
+            ffn_size=self._setting("intermediate_size" if experts is None else "moe_intermediate_size", int),
             vocab_size=self._setting("vocab_size", int),
             context_tokens=self._setting("max_position_embeddings", int),
             norm_eps=self._setting("rms_norm_eps", float, 1e-6),
@@ -264,6 +263,21 @@ class HuggingFaceCheckpoint:
             qkv_bias="layers.0.q_bias" in self._tensors,
             qk_norm="layers.0.q_norm" in self._tensors,
             tied_head=self._tied,
+            experts=experts,
+        )
+
+    def _read_experts(self) -> Experts:
+        """The mixture of experts; ModelError unless every layer has one."""
+        step, dense = self._setting("decoder_sparse_step", int, 1), self._text_config.get("mlp_only_layers")
+        if step != 1 or dense:
+            raise ModelError(
+                f"{self.path}: layers without experts (decoder_sparse_step {step}, mlp_only_layers {dense}) are"
+                " not supported; expected 1 and none"
+            )
+        name = "num_experts" if "num_experts" in self._text_config else "num_local_experts"
+        normalised = self._text_config.get("norm_topk_prob", False)
+        return Experts(
+            self._setting(name, int), self._setting("num_experts_per_tok", int), normalised is True
         )
 
     def _read_rope(self, head_dim: int) -> Rope:
@@ -319,7 +333,23 @@ class HuggingFaceCheckpoint:
         return value
 
 
-def _read_header(path: Path) -> dict[str, dict[str, Any]]:
+def canonical_name(full_name: str) -> str | None:
+    """The canonical name of a tensor or None: model.X, of multimodal folders model.language_model.X, is X.
+
+    Older multimodal folders have language_model.model.X.
+    """
+    if full_name == "lm_head.weight":
+        return "head"
+    rest = full_name.replace("language_model.", "").removeprefix("model.")
+    if not (rest.startswith("layers.") and rest.count(".") >= 2):
+        return _NAMES.get(rest)
+    _, layer, rest = rest.split(".", 2)
+    if match := _EXPERT_TENSOR.fullmatch(rest):
+        return f"layers.{layer}.experts.{match[1]}.{_LAYER_NAMES['mlp.' + match[2]]}"
+    return f"layers.{layer}.{_LAYER_NAMES[rest]}" if rest in _LAYER_NAMES else None
+
+
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
     """Tensors of a safetensors file: dtype, shape and absolute `offsets` by name."""
     try:
         with safe_open(str(path), framework="np"):
@@ -336,10 +366,11 @@ def _read_header(path: Path) -> dict[str, dict[str, Any]]:
     return tensors
 
 
-def _view_tensor(data: Bytes, entry: dict[str, Any], where: str) -> _Tensor:
+def view_tensor(data: Bytes, entry: dict[str, Any], where: str) -> StoredTensor:
+    """A tensor of a mapped safetensors file, given its entry of `read_header`; ModelError for an unknown type."""
     if entry["dtype"] not in _DTYPES:
         raise ModelError(f"{where} is {entry['dtype']}; supported: {', '.join(_DTYPES)}")
     first, end = entry["offsets"]
     shape = tuple(entry["shape"])
     raw = data[first:end].view(_DTYPES[entry["dtype"]]).reshape(shape if len(shape) > 1 else (1, -1))
-    return _Tensor(entry["dtype"], shape, raw)
+    return StoredTensor(entry["dtype"], shape, raw)

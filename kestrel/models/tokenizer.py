@@ -14,6 +14,8 @@ from kestrel.errors import ModelError, RequestError
 # Control tokens that end an assistant's turn in the chat formats of the supported families. Checkpoints often name
 # only one of them as end of sequence.
 TURN_ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>")
+# Places for images and videos in the prompts of Qwen3-VL, whose text decoder alone is run.
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3_WORDS = (
@@ -55,8 +57,12 @@ class Tokenizer:
         eos_ids: Iterable[int],
         prefix: Sequence[int] = (),
         suffix: Sequence[int] = (),
+        refused: Iterable[str] = (),
     ) -> None:
-        """`prefix` and `suffix` are the special tokens put around a text. ModelError for an unknown decoder."""
+        """`prefix` and `suffix` are the special tokens put around a text. ModelError for an unknown decoder.
+
+        refused: tokens that no prompt may hold, where the vocabulary has them.
+        """
         self._backend = backend
         self._prefix = list(prefix)
         self._suffix = list(suffix)
@@ -65,6 +71,9 @@ class Tokenizer:
         self.vocab_size = max(self._pieces, default=-1) + 1
         ends = {self.token_id(text) for text in TURN_ENDS} & self._special_ids
         self.eos_ids = frozenset(ends | set(eos_ids))
+        self.refused = {
+            token: text for text in refused for token in (self.token_id(text),) if token is not None
+        }
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of a text. `add_special` adds bos where the model wants it, unless the text begins with it.

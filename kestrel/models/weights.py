@@ -19,6 +19,7 @@ import xxhash
 
 from kestrel.errors import ModelError
 from kestrel.identity import canonical_json
+from kestrel.models.adapter import AdaptedCheckpoint
 from kestrel.models.checkpoint import Checkpoint
 from kestrel.models.digests import DigestMemo
 from kestrel.models.geometry import Geometry
@@ -58,6 +59,14 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Mlp:
+    """A SwiGLU MLP: the only one of a dense layer, or one expert."""
+
+    gate_up: Linear  # rows of gate, then up
+    down: Linear
+
+
+@dataclass(frozen=True)
 class LayerWeights:
     """One decoder layer. Norms and biases are float32 vectors."""
 
@@ -68,8 +77,8 @@ class LayerWeights:
     k_norm: Floats | None  # [head_dim]
     o: Linear
     post_norm: Floats
-    gate_up: Linear  # rows of gate, then up
-    down: Linear
+    router: Linear | None  # a score for each expert, always float32; None in a dense layer
+    mlps: tuple[Mlp, ...]  # a single one in a dense layer
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,12 @@ class Weights:
     norm: Floats
     head: Linear
     checkpoint: Checkpoint
+    adapter: str | None  # digest of the LoRA adapter merged in; its effect is part of `digest`
+
+    def as_identity(self) -> dict[str, Any]:
+        """Plain JSON data for the model identity."""
+        identity = {"recipe": self.recipe, "digest": self.digest}
+        return identity if self.adapter is None else identity | {"adapter": self.adapter}
 
     def embed(self, ids: npt.ArrayLike) -> Floats:
         """Embedding rows float32 [len(ids), hidden], at the checkpoint's own precision."""
@@ -92,11 +107,12 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all matrices: what one decoded token reads."""
-        linears = [
-            linear for layer in self.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
-        ]
-        return sum(linear.nbytes for linear in [*linears, self.head])
+        """Bytes of all matrices: what one decoded token reads of a dense model."""
+        linears = [self.head]
+        for layer in self.layers:
+            linears += [layer.qkv, layer.o, *([] if layer.router is None else [layer.router])]
+            linears += [linear for mlp in layer.mlps for linear in (mlp.gate_up, mlp.down)]
+        return sum(linear.nbytes for linear in linears)
 
 
 def load_weights(
@@ -186,8 +202,12 @@ class _Layout:
                 self._add_vector(prefix, "k_norm")
             self._add_linear(prefix, "o", "o")
             self._add_vector(prefix, "post_norm")
-            self._add_linear(prefix, "gate_up", "gate", "up")
-            self._add_linear(prefix, "down", "down")
+            if geometry.experts is not None:
+                # Which experts a token meets hangs on small differences of scores, and the matrix is small.
+                self._add_linear(prefix, "router", "router", bits=32)
+            for mlp in geometry.mlp_names:
+                self._add_linear(prefix, f"{mlp}gate_up", f"{mlp}gate", f"{mlp}up")
+                self._add_linear(prefix, f"{mlp}down", f"{mlp}down")
         self._add_vector("", "norm")
         # At 4 bits the head would cost more quality than all layers together; it stays at 8.
         head_bits: Bits = 8 if self.bits == 4 else self.bits
@@ -419,8 +439,11 @@ class _Layout:
                 k_norm=vector(f"layers.{layer}.k_norm") if geometry.qk_norm else None,
                 o=linear(f"layers.{layer}.o"),
                 post_norm=vector(f"layers.{layer}.post_norm"),
-                gate_up=linear(f"layers.{layer}.gate_up"),
-                down=linear(f"layers.{layer}.down"),
+                router=linear(f"layers.{layer}.router") if geometry.experts is not None else None,
+                mlps=tuple(
+                    Mlp(linear(f"layers.{layer}.{mlp}gate_up"), linear(f"layers.{layer}.{mlp}down"))
+                    for mlp in geometry.mlp_names
+                ),
             )
             for layer in range(geometry.num_layers)
         )
@@ -432,6 +455,9 @@ class _Layout:
             norm=vector("norm"),
             head=linear("head"),
             checkpoint=self.checkpoint,
+            adapter=self.checkpoint.adapter_digest
+            if isinstance(self.checkpoint, AdaptedCheckpoint)
+            else None,
         )
 
 

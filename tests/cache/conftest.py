@@ -34,6 +34,7 @@ def boot(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[B
                 "cache.page_tokens=128",
                 "cache.min_free_bytes=0",
                 "engine.kv_ram_bytes=64MiB",
+                "engine.kv_touched_bytes=0",
                 *overrides,
             ]
         )

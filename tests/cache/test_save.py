@@ -85,6 +85,45 @@ def test_a_store_that_cannot_be_written_is_reported_once_and_used_again_when_it_
     assert any("saved 303-token" in line for line in runtime.lines)
 
 
+def test_a_page_that_is_there_already_does_not_count_as_recovery(boot: Boot) -> None:
+    runtime = boot()
+    logits_bits(runtime, tokens_of(130, seed=8))
+    runtime.engine.pool.forget(list(runtime.engine.pool._cached))
+    publish = runtime.store.publish
+
+    def full(*args: object) -> int:
+        if args[5] == 0 and runtime.store.find_row(args[3]) is not None:  # first, key
+            return 0
+        raise StoreError("no space left on device")
+
+    runtime.store.publish = full
+    for seed in (9, 8, 10, 8, 11):
+        sequence = runtime.cache.open(tokens_of(130, seed=seed))
+        sequence._stored = (
+            set()
+        )  # as if it had been evicted when the prompt was matched, and saved by another since
+        sequence.prefill()
+        sequence.close()
+        runtime.writer.drain()
+    assert len([line for line in runtime.lines if "no space left" in line]) == 1
+    runtime.store.publish = publish
+    logits_bits(runtime, tokens_of(130, seed=12))
+    recovered = [line for line in runtime.lines if "works again" in line]
+    assert recovered == [
+        f"[KV-DISK] the store works again: saving; {runtime.writer.num_dropped} page(s) were not saved meanwhile"
+    ]
+
+
+def test_a_spent_write_budget_is_said_once_and_answers_stay_right(boot: Boot) -> None:
+    bits, _ = logits_bits(boot("cache=off"), PROMPT)
+    runtime = boot("cache.write_bytes_per_hour=100KB")
+    assert logits_bits(runtime, PROMPT)[0] == bits
+    logits_bits(runtime, tokens_of(300, seed=8))
+    assert len([line for line in runtime.lines if "write_bytes_per_hour=100,000" in line]) == 1
+    assert runtime.writer.num_dropped == runtime.store.stats()["refused_pages"] > 0
+    assert runtime.writer.bytes_written <= 100_000
+
+
 def test_positions_beyond_the_limit_are_not_saved(boot: Boot) -> None:
     runtime = boot("cache.max_prefix_tokens=256")
     logits_bits(runtime, PROMPT)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.engine.conftest import TINY, EngineOf
 from tests.engine.sequences import Run, random_tokens
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "qwen3vl")
 RECIPES = ("float32", "int8", "int4")
 KV_DTYPES = ("float32", "int8")
 
@@ -71,8 +71,11 @@ def test_the_page_size_cannot_be_seen_in_the_result(engine_of: EngineOf, kv_dtyp
     assert logits[0] == logits[1] == logits[2]
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_one_thread_and_two_threads_in_two_processes_give_the_same_bits(recipe: str, tmp_path: Path) -> None:
+def test_one_thread_and_two_threads_in_two_processes_give_the_same_bits(
+    recipe: str, architecture: str, tmp_path: Path
+) -> None:
     program = (
         "import sys, hashlib; from pathlib import Path\n"
         "from kestrel.engine.engine import Engine\n"
@@ -88,7 +91,7 @@ def test_one_thread_and_two_threads_in_two_processes_give_the_same_bits(recipe: 
     )
     printed = {
         subprocess.run(
-            [sys.executable, "-c", program, str(TINY / "llama"), recipe, str(tmp_path), threads],
+            [sys.executable, "-c", program, str(TINY / architecture), recipe, str(tmp_path), threads],
             capture_output=True,
             text=True,
             check=True,

@@ -90,3 +90,16 @@ def test_the_offsets_of_the_kernel_and_the_views_of_the_store_name_the_same_memo
 def test_a_budget_below_two_pages_is_refused_with_the_size_of_a_page() -> None:
     with pytest.raises(ConfigError, match="kv_ram_bytes"):
         pool_of(1)
+
+
+def test_committing_memory_ahead_of_use_changes_no_byte_of_a_page_in_use() -> None:
+    layout = PageLayout(2, 2, 64)
+    nbytes = layout.page_nbytes(128)
+    pool = PagePool(layout, 128, 200 * nbytes, touched_nbytes=50 * nbytes)
+    for number in range(150):
+        page = pool.allocate()
+        pool.layer_block(page, 0)[:] = pool.layer_block(page, 1)[:] = number + 1
+    for page in range(150):
+        for layer in range(2):
+            assert (pool.layer_block(page, layer) == page + 1).all()
+    pool.close()

@@ -54,6 +54,21 @@ def test_repetition_penalty_lowers_what_was_seen() -> None:
     assert Sampler(Sampling(repetition_penalty=1.5)).pick(logits, np.array([0], np.int32))[0] == 1
 
 
+def test_presence_and_frequency_penalties_count_the_answer_only() -> None:
+    logits = np.array([2.0, 1.6, 1.0, 0.0], np.float32)
+    prompt_then_answer = np.array([1, 1, 0, 0, 2], np.int32)
+
+    def pick(seen: np.ndarray = prompt_then_answer, **penalties: float) -> int:
+        return Sampler(Sampling(**penalties), num_prompt=2).pick(logits, seen)[0]  # type: ignore[arg-type]
+
+    assert pick() == 0
+    assert pick(presence_penalty=0.5) == 1  # 1.5, 1.6, 0.5, 0
+    assert pick(frequency_penalty=0.3) == 1  # 1.4, 1.6, 0.7, 0
+    assert pick(frequency_penalty=0.15) == 0
+    assert pick(np.array([0, 0], np.int32), presence_penalty=2) == 0
+    assert pick(np.array([1, 1, 3], np.int32), presence_penalty=-2.0, frequency_penalty=-0.1) == 3
+
+
 def test_logprobs_are_those_of_the_unfiltered_distribution() -> None:
     _, report = Sampler(Sampling(temperature=2, top_k=1, seed=0, logprobs=2)).pick(LOGITS, SEEN)
     assert report is not None and report.token == 0
@@ -62,7 +77,7 @@ def test_logprobs_are_those_of_the_unfiltered_distribution() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, value", [("temperature", -1), ("top_p", 0), ("min_p", 2), ("logprobs", 99), ("top_k", -1)]
+    "name, value", [("temperature", -1), ("top_p", 0), ("min_p", 2), ("logprobs", 99), ("top_k", -1), ("presence_penalty", 3)]
 )
 def test_values_out_of_range_are_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(RequestError, match=name):

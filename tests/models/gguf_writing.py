@@ -25,6 +25,7 @@ NAMES = {
     "k_norm": "attn_k_norm.weight",
     "o": "attn_output.weight",
     "post_norm": "ffn_norm.weight",
+    "router": "ffn_gate_inp.weight",
     "gate": "ffn_gate.weight",
     "up": "ffn_up.weight",
     "down": "ffn_down.weight",
@@ -66,6 +67,14 @@ def write_gguf(
         "attention.layer_norm_rms_epsilon": geometry.norm_eps,
         "rope.freq_base": geometry.rope.theta,
     }
+    experts = geometry.experts
+    if experts is not None:
+        keys |= {
+            "expert_count": experts.num_experts,
+            "expert_used_count": experts.num_used,
+            "expert_feed_forward_length": geometry.ffn_size,
+            "feed_forward_length": 999,  # of layers without experts: there are none
+        }
     for key, value in (keys | (metadata or {})).items():
         full = key if key.startswith(("general.", "split.", "tokenizer.")) else f"{architecture}.{key}"
         if isinstance(value, str):
@@ -78,7 +87,15 @@ def write_gguf(
             writer.add_float32(full, value)
         elif value is not None:
             writer.add_array(full, value)
+    if experts is not None:
+        for layer in range(geometry.num_layers):
+            for part in ("gate", "up", "down"):
+                names = [f"layers.{layer}.{mlp}{part}" for mlp in geometry.mlp_names]
+                stacked = gguf.quants.quantize(np.stack([source.tensor(name) for name in names]), kind)
+                writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", stacked, raw_dtype=kind)
     for name in geometry.tensor_shapes():
+        if ".experts." in name:
+            continue
         part = name.rpartition(".")[2]
         file_name = NAMES[part] if part == name else f"blk.{name.split('.')[1]}.{NAMES[part]}"
         if file_name in drop:
@@ -86,7 +103,7 @@ def write_gguf(
         tensor = source.tensor(name)
         if architecture == "llama" and part in ("q", "k", "q_bias", "k_bias"):
             tensor = interleaved(tensor, geometry.num_kv_heads if part[0] == "k" else geometry.num_heads)
-        if tensor.ndim == 1:
+        if tensor.ndim == 1 or part == "router":
             writer.add_tensor(file_name, tensor)
         else:
             writer.add_tensor(file_name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)

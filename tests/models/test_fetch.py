@@ -34,7 +34,7 @@ DECLARED = GeometryConfig(
 
 
 def model_config(root: Path, declared: DeclaredModel | None = None, **changes: Any) -> ModelConfig:
-    config = ModelConfig(None, None, None, None, str(root), declared)
+    config = ModelConfig(None, None, None, None, None, str(root), declared)
     return dataclasses.replace(config, **changes)
 
 

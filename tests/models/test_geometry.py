@@ -9,7 +9,7 @@ import pytest
 
 from kestrel.errors import ModelError
 from kestrel.identity import canonical_json
-from kestrel.models.geometry import Geometry, Rope
+from kestrel.models.geometry import Experts, Geometry, Rope
 from tests.models.tiny import GEOMETRY
 
 
@@ -89,7 +89,9 @@ def test_the_identity_is_plain_json_without_the_context_length() -> None:
     longer = dataclasses.replace(GEOMETRY, context_tokens=4096)
     assert canonical_json(longer.as_identity()) == canonical_json(GEOMETRY.as_identity())
     fields = {field.name for field in dataclasses.fields(Geometry)}
-    assert set(GEOMETRY.as_identity()) == fields - {"context_tokens"}
+    assert set(GEOMETRY.as_identity()) == fields - {"context_tokens", "experts"}
+    mixture = dataclasses.replace(GEOMETRY, architecture="qwen3moe", experts=Experts(8, 2, True))
+    assert set(mixture.as_identity()) == fields - {"context_tokens"}
 
 
 def test_sizes_follow_from_the_geometry() -> None:

@@ -10,14 +10,16 @@ from gguf.quants import dequantize
 
 from kestrel.errors import ModelError
 from kestrel.models.checkpoint import open_checkpoint
+from kestrel.models.geometry import Experts
 from kestrel.models.quantisation import dequantise
+from kestrel.models.tokenizer import VISION_TOKENS, byte_characters
 from tests.models.gguf_writing import write_gguf
-from tests.models.tiny import GEOMETRY, TINY, random_checkpoint
+from tests.models.tiny import GEOMETRY, TINY, TINY_NAMES, random_checkpoint
 
 Kind = GGMLQuantizationType
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", TINY_NAMES)
 def test_a_gguf_file_holds_the_tensors_of_the_folder_it_was_made_from(name: str, tmp_path: Path) -> None:
     folder = open_checkpoint(TINY / name)
     file = open_checkpoint(write_gguf(tmp_path / "model.gguf", folder))
@@ -118,6 +120,64 @@ def test_the_text_decoder_of_qwen3_vl_is_read(tmp_path: Path) -> None:
     assert open_checkpoint(path).geometry == GEOMETRY
 
 
+def test_places_for_images_are_refused_in_prompts_of_qwen3_vl(tmp_path: Path) -> None:
+    vocabulary = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": [*VISION_TOKENS, *byte_characters().values(), "ab"],
+        "tokenizer.ggml.token_type": [3] * len(VISION_TOKENS) + [1] * 257,
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    for architecture, refused in (("qwen3vl", dict(enumerate(VISION_TOKENS))), ("qwen3", {})):
+        path = tmp_path / f"{architecture}.gguf"
+        write_gguf(path, random_checkpoint(), metadata=vocabulary, architecture=architecture)
+        assert open_checkpoint(path).tokenizer().refused == refused
+
+
+MIXTURE = {"architecture": "qwen3moe", "experts": Experts(5, 2, True)}
+
+
+def test_experts_are_cut_out_of_their_fused_tensors(tmp_path: Path) -> None:
+    source = random_checkpoint(**MIXTURE)
+    for kind in (Kind.F32, Kind.Q8_0):
+        file = open_checkpoint(write_gguf(tmp_path / f"{kind}.gguf", source, kind))
+        assert file.geometry == source.geometry
+        for name in ("layers.0.experts.0.gate", "layers.1.experts.4.up", "layers.1.experts.3.down"):
+            whole = file.tensor(name)
+            assert np.abs(whole - source.tensor(name)).max() <= (0 if kind == Kind.F32 else 0.01)
+            assert np.array_equal(file.rows(name, 3, 30), whole[3:30])
+    blocks = file.blocks("layers.1.experts.2.down", 8, 3, 30)
+    assert blocks is not None
+    assert np.array_equal(dequantise(*blocks, 8, 96), file.tensor("layers.1.experts.2.down")[3:30])
+
+
+def test_shares_of_experts_are_normalised_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+    path = write_gguf(
+        tmp_path / "m.gguf", random_checkpoint(**MIXTURE), metadata={"expert_weights_norm": False}
+    )
+    assert open_checkpoint(path).geometry.experts == Experts(5, 2, False)
+
+
+@pytest.mark.parametrize(
+    "options, complaint",
+    [
+        ({"metadata": {"expert_shared_count": 1}}, "qwen3moe.expert_shared_count 1 is not supported"),
+        ({"metadata": {"expert_gating_func": 2}}, "expert_gating_func 2 is not supported"),
+        ({"metadata": {"expert_weights_scale": 2.5}}, "expert_weights_scale 2.5 is not supported"),
+        ({"metadata": {"expert_count": 6}}, r"router has shape \[5, 64\], expected \[6, 64\]"),
+        ({"metadata": {"expert_used_count": None}}, "expert_used_count must be one number"),
+        ({"drop": ("blk.1.ffn_gate_inp.weight",)}, "layers.1.router is missing"),
+        ({"extra": {"blk.0.ffn_up.weight": np.zeros((4, 4))}}, "layers.0.up has no place in qwen3moe"),
+    ],
+)
+def test_experts_that_kestrel_does_not_run_are_named(
+    options: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "model.gguf", random_checkpoint(**MIXTURE), **options)
+    with pytest.raises(ModelError, match=complaint):
+        open_checkpoint(path)
+
+
 def test_head_dim_is_the_key_length_where_there_is_one(tmp_path: Path) -> None:
     assert open_checkpoint(write_gguf(tmp_path / "a.gguf", random_checkpoint())).geometry.head_dim == 32
     source = random_checkpoint(num_heads=2, num_kv_heads=1)
@@ -164,7 +224,7 @@ def test_rope_scaling_is_read(
             {"architecture": "gemma3"},
             "architecture 'gemma3' is not supported; supported: llama, qwen2, qwen3",
         ),
-        ({"metadata": {"expert_count": 8}}, "mixture-of-experts"),
+        ({"metadata": {"expert_count": 8}}, "qwen3 with a mixture of experts"),
         ({"metadata": {"attention.sliding_window": 4096}}, "sliding-window"),
         ({"metadata": {"rope.scaling.type": "longrope"}}, "'longrope' is not supported"),
         ({"metadata": {"split.count": 3}}, "llama-gguf-split --merge"),

@@ -12,8 +12,10 @@ from safetensors.numpy import save_file
 
 from kestrel.errors import ModelError
 from kestrel.models.checkpoint import Checkpoint, open_checkpoint
+from kestrel.models.geometry import Experts
 from kestrel.models.huggingface import _LAYER_TENSORS, _TENSORS
-from tests.models.tiny import TINY, random_checkpoint
+from kestrel.models.tokenizer import VISION_TOKENS
+from tests.models.tiny import TINY, TINY_NAMES, random_checkpoint
 
 Edit = Callable[[dict[str, Any]], None]
 
@@ -73,7 +75,7 @@ def test_geometry_is_read_from_config_and_tensors(
     assert (geometry.vocab_size, geometry.context_tokens, geometry.norm_eps) == (320, 512, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", TINY_NAMES)
 def test_rows_and_embeddings_are_those_of_the_whole_tensor(name: str) -> None:
     checkpoint = open_checkpoint(TINY / name)
     for tensor, shape in checkpoint.geometry.tensor_shapes().items():
@@ -111,6 +113,44 @@ def test_the_text_decoder_of_qwen3_vl_is_read(tmp_path: Path) -> None:
     }
     (folder / "config.json").write_text(json.dumps(config))
     assert open_checkpoint(folder).geometry == source.geometry
+
+
+def test_the_mixture_of_experts_of_qwen3_is_read(tmp_path: Path) -> None:
+    geometry = open_checkpoint(TINY / "qwen3moe").geometry
+    assert geometry.architecture == "qwen3moe" and geometry.ffn_size == 32
+    assert geometry.experts == Experts(5, 2, True)
+    # As older folders write it; weights are not normalised unless the folder says so.
+    changes = {"num_local_experts": None, "num_experts": 5, "norm_topk_prob": None}
+    folder = copied("qwen3moe", tmp_path / "model", **changes)
+    assert open_checkpoint(folder).geometry.experts == Experts(5, 2, False)
+
+
+@pytest.mark.parametrize(
+    "changes, complaint",
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step 2, mlp_only_layers \\[\\]"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers \\[0\\]"),
+        ({"num_experts_per_tok": 6}, "must use 1 to 5 experts, found 6"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok must be int, found None"),
+        ({"num_local_experts": 6}, r"layers.0.router has shape \[5, 48\], expected \[6, 48\]"),
+        ({"num_local_experts": 4}, r"layers.0.router has shape \[5, 48\], expected \[4, 48\]"),
+        ({"moe_intermediate_size": 64}, r"experts.0.gate has shape \[32, 48\], expected \[64, 48\]"),
+        ({"architectures": ["Qwen3ForCausalLM"], "intermediate_size": 32}, "layers.0.gate is missing"),
+        ({"num_hidden_layers": 1}, "tensor layers.1.* has no place in qwen3moe"),
+    ],
+)
+def test_experts_that_kestrel_does_not_run_are_named(
+    changes: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=complaint):
+        open_checkpoint(copied("qwen3moe", tmp_path / "model", **changes))
+
+
+def test_places_for_images_are_refused_in_prompts_of_qwen3_vl_alone() -> None:
+    tokenizer = open_checkpoint(TINY / "qwen3vl").tokenizer()
+    assert set(tokenizer.refused.values()) == set(VISION_TOKENS)
+    assert tokenizer.encode("a<|image_pad|>")[-1] in tokenizer.refused
+    assert open_checkpoint(TINY / "qwen3").tokenizer().refused == {}
 
 
 def test_all_ids_that_end_generation_are_collected(tmp_path: Path) -> None:

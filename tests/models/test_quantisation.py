@@ -1,5 +1,7 @@
 """Quantised blocks are as close as their codes allow, and mean to onnxruntime what they mean here."""
 
+import os
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from onnx import TensorProto, helper
 
+from kestrel.engine.layers import share_resources
 from kestrel.errors import ModelError
 from kestrel.models.quantisation import BLOCKS, Bytes, Floats, dequantise, quantise
 
@@ -118,5 +121,10 @@ def mat_mul_n_bits(x: Floats, codes: Bytes, scales: Floats, bits: int) -> Floats
     )
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    share_resources(len(os.sched_getaffinity(0)))  # as an engine in this process does
+    options = onnxruntime.SessionOptions()
+    options.use_per_session_threads = False
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
     return session.run(None, {"x": x})[0]

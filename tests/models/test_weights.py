@@ -21,7 +21,7 @@ from kestrel.models.quantisation import dequantise, quantise
 from kestrel.models.random import RandomCheckpoint
 from kestrel.models.weights import Linear, Weights, load_weights
 from tests.models.gguf_writing import write_gguf
-from tests.models.tiny import GEOMETRY, TINY, random_checkpoint
+from tests.models.tiny import GEOMETRY, TINY, TINY_NAMES, random_checkpoint
 
 RECIPES = ["int8", "int4", "float32"]
 
@@ -42,7 +42,8 @@ def arrays_of(weights: Weights) -> list[npt.NDArray[Any]]:
     linears = [weights.head]
     vectors = [weights.norm]
     for layer in weights.layers:
-        linears += [layer.qkv, layer.o, layer.gate_up, layer.down]
+        linears += [layer.qkv, layer.o, *([] if layer.router is None else [layer.router])]
+        linears += [linear for mlp in layer.mlps for linear in (mlp.gate_up, mlp.down)]
         vectors += [layer.input_norm, layer.post_norm]
         vectors += [vector for vector in (layer.qkv_bias, layer.q_norm, layer.k_norm) if vector is not None]
     arrays: list[npt.NDArray[Any]] = [*vectors]
@@ -52,7 +53,7 @@ def arrays_of(weights: Weights) -> list[npt.NDArray[Any]]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", TINY_NAMES)
 def test_every_matrix_and_vector_arrives_at_its_place(recipe: str, name: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(TINY / name)
     weights = load_weights(checkpoint, recipe, tmp_path, log=quiet)
@@ -65,12 +66,15 @@ def test_every_matrix_and_vector_arrives_at_its_place(recipe: str, name: str, tm
         at = f"layers.{index}."
         assert np.array_equal(restored(layer.qkv), expected(at + "q", at + "k", at + "v"))
         assert np.array_equal(restored(layer.o), expected(at + "o"))
-        assert np.array_equal(restored(layer.gate_up), expected(at + "gate", at + "up"))
-        assert np.array_equal(restored(layer.down), expected(at + "down"))
+        if layer.router is not None:
+            assert np.array_equal(restored(layer.router), checkpoint.tensor(at + "router"))
+        for prefix, mlp in zip(weights.geometry.mlp_names, layer.mlps, strict=True):
+            assert np.array_equal(restored(mlp.gate_up), expected(at + prefix + "gate", at + prefix + "up"))
+            assert np.array_equal(restored(mlp.down), expected(at + prefix + "down"))
         assert np.array_equal(layer.input_norm, checkpoint.tensor(at + "input_norm"))
         assert np.array_equal(layer.post_norm, checkpoint.tensor(at + "post_norm"))
         assert (layer.qkv_bias is not None) == (name == "qwen2")
-        assert (layer.q_norm is not None) == (layer.k_norm is not None) == (name == "qwen3")
+        assert (layer.q_norm is not None) == (layer.k_norm is not None) == (name[:5] == "qwen3")
         if layer.qkv_bias is not None:
             bias = np.concatenate([checkpoint.tensor(at + part) for part in ("q_bias", "k_bias", "v_bias")])
             assert np.array_equal(layer.qkv_bias, bias)
@@ -96,7 +100,7 @@ def test_the_converted_file_is_plain_safetensors(tmp_path: Path) -> None:
     checkpoint = random_checkpoint()
     weights = load_weights(checkpoint, "int8", tmp_path, log=quiet)
     tensors = load_file(tmp_path / f"{checkpoint.digest}-int8.safetensors")
-    assert np.array_equal(tensors["layers.1.gate_up"], weights.layers[1].gate_up.values)
+    assert np.array_equal(tensors["layers.1.gate_up"], weights.layers[1].mlps[0].gate_up.values)
     assert np.array_equal(tensors["head.scales"], weights.head.scales)
 
 
@@ -111,7 +115,7 @@ def test_gguf_blocks_are_taken_over_without_loss(
     layer = load_weights(checkpoint, recipe, tmp_path, log=quiet).layers[1]
     qkv = np.concatenate([checkpoint.tensor(f"layers.1.{part}") for part in "qkv"])
     assert np.array_equal(restored(layer.qkv), qkv)
-    assert np.array_equal(restored(layer.down), checkpoint.tensor("layers.1.down"))
+    assert np.array_equal(restored(layer.mlps[0].down), checkpoint.tensor("layers.1.down"))
 
 
 def test_the_digest_is_fixed_for_ever() -> None:
@@ -278,7 +282,7 @@ def test_smollm2_is_converted_to_int8(smollm2: Path, tmp_path: Path) -> None:
         restored(weights.head)[:500], checkpoint.rows("embed", 0, 500)
     )  # it is Q8_0 in the file
     down = checkpoint.tensor("layers.29.down")
-    assert np.linalg.norm(restored(weights.layers[29].down) - down) < 0.01 * np.linalg.norm(down)
+    assert np.linalg.norm(restored(weights.layers[29].mlps[0].down) - down) < 0.01 * np.linalg.norm(down)
     header = json.loads(
         (tmp_path / f"{checkpoint.digest}-int8.safetensors").read_bytes()[8:200000].split(b"   ")[0]
     )

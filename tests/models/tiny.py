@@ -7,7 +7,8 @@ from typing import Any
 from kestrel.models.geometry import Geometry, Rope
 from kestrel.models.random import RandomCheckpoint
 
-TINY = Path(__file__).parents[1] / "oracle"  # the committed Hugging Face folders: llama, qwen2, qwen3
+TINY = Path(__file__).parents[1] / "oracle"  # the committed Hugging Face folders
+TINY_NAMES = ("llama", "qwen2", "qwen3", "qwen3moe", "qwen3vl")
 
 GEOMETRY = Geometry(
     architecture="qwen3",

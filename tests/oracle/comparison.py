@@ -8,19 +8,22 @@ import numpy.typing as npt
 
 from kestrel.engine.engine import Engine, Span
 from kestrel.identity import as_tokens
-from kestrel.models.checkpoint import open_checkpoint
+from kestrel.models.checkpoint import Checkpoint, open_checkpoint
 from kestrel.models.weights import load_weights
 
 PAGE_TOKENS = 128
 TINY = Path(__file__).parent
-NAMES = ("llama", "qwen2", "qwen3")
+NAMES = ("llama", "qwen2", "qwen3", "qwen3moe", "qwen3vl")
 
 
 class Sequence:
     """One sequence of an engine of its own."""
 
-    def __init__(self, folder: Path, recipe: str, converted: Path, context_tokens: int = 512) -> None:
-        weights = load_weights(open_checkpoint(folder), recipe, converted, log=lambda line: None)
+    def __init__(
+        self, source: Path | Checkpoint, recipe: str, converted: Path, context_tokens: int = 512
+    ) -> None:
+        checkpoint = open_checkpoint(source) if isinstance(source, Path) else source
+        weights = load_weights(checkpoint, recipe, converted, log=lambda line: None)
         self.engine = Engine(
             weights,
             kv_dtype="float32",

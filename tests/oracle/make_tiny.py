@@ -6,8 +6,8 @@
 Each folder is a Hugging Face checkpoint with random weights and `reference.npz`:
 
     tokens int32 [300]            the prompt
-    columns int64 [16]            vocabulary ids whose logits are kept at every position
-    logits float32 [300, 16]
+    columns int64 [8]             vocabulary ids whose logits are kept at every position
+    logits float32 [300, 8]
     best int32 [300]              argmax over the whole vocabulary
     positions int64 [3], full float32 [3, vocab]    whole rows of logits
     greedy int32 [24]             greedy continuation of the first 200 tokens
@@ -26,11 +26,15 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 HERE = Path(__file__).parent
 VOCAB = 320
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+VISION = ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -43,7 +47,7 @@ TEXT = [
 ] * 4
 
 
-def make_tokenizer(begin: str | None) -> PreTrainedTokenizerFast:
+def make_tokenizer(begin: str | None, special: list[str]) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with a few merges; `begin` is put before every text."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -52,7 +56,7 @@ def make_tokenizer(begin: str | None) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB,
-        special_tokens=SPECIAL,
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -75,14 +79,14 @@ def make_weights(model: torch.nn.Module, seed: int, dtype: torch.dtype) -> None:
             if parameter.dim() == 1:
                 drawn = drawn * 0.5 if name.endswith("bias") else 1 + 0.2 * drawn
             else:
-                drawn *= 0.3 if "embed" in name else 1.5 * parameter.shape[1] ** -0.5
+                drawn *= 0.3 if "embed" in name else 1.5 * parameter.shape[-1] ** -0.5
             parameter.copy_(drawn.to(dtype).float())
 
 
 def make_reference(model: torch.nn.Module, seed: int) -> dict[str, np.ndarray]:
     """Logits of a fixed prompt and its greedy continuation, float32."""
     generator = np.random.Generator(np.random.PCG64(seed))
-    tokens = generator.integers(len(SPECIAL), VOCAB, 300).astype(np.int32)
+    tokens = generator.integers(len(SPECIAL + VISION), VOCAB, 300).astype(np.int32)
     with torch.inference_mode():
         logits = model(torch.from_numpy(tokens[None]).long()).logits[0].float().numpy()
         greedy, margins = [], []
@@ -95,7 +99,7 @@ def make_reference(model: torch.nn.Module, seed: int) -> dict[str, np.ndarray]:
             ids = torch.cat([ids, torch.tensor([[greedy[-1]]])], 1)
     print(f"  logits deviate by {logits.std():.2f}, greedy has {len(set(greedy))} different tokens,", end=" ")
     print(f"its smallest margin is {min(margins):.4f}")
-    columns = np.sort(generator.choice(VOCAB, 16, replace=False))
+    columns = np.sort(generator.choice(VOCAB, 8, replace=False))
     positions = np.array([0, 131, 299])
     return {
         "tokens": tokens,
@@ -109,18 +113,28 @@ def make_reference(model: torch.nn.Module, seed: int) -> dict[str, np.ndarray]:
 
 
 def make(
-    name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype, begin: str | None, shards: str
+    name: str,
+    config: PreTrainedConfig,
+    seed: int,
+    dtype: torch.dtype,
+    begin: str | None = None,
+    shards: str = "1GB",
+    special: list[str] = SPECIAL,
 ) -> None:
     """Write one checkpoint and its reference."""
     print(name)
     folder = HERE / name
     for stale in folder.glob("*"):
         stale.unlink()
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    if isinstance(config, Qwen3VLConfig):
+        model = Qwen3VLForConditionalGeneration._from_config(config, attn_implementation="eager")
+    else:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = model.float().eval()
     make_weights(model, seed, dtype)
     reference = make_reference(model, seed)
     model.to(dtype).save_pretrained(folder, max_shard_size=shards)
-    make_tokenizer(begin).save_pretrained(folder)
+    make_tokenizer(begin, special).save_pretrained(folder)
     np.savez_compressed(folder / "reference.npz", **reference)
     for file in folder.iterdir():
         file.chmod(0o644)
@@ -132,7 +146,7 @@ def main() -> None:
     common = {
         "vocab_size": VOCAB,
         "max_position_embeddings": 512,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "bos_token_id": 0,
         "eos_token_id": 2,
         "rms_norm_eps": 1e-5,
@@ -142,7 +156,7 @@ def main() -> None:
         LlamaConfig(
             **common,
             hidden_size=64,
-            intermediate_size=64,
+            intermediate_size=48,
             num_attention_heads=4,
             num_key_value_heads=2,
             rope_parameters={
@@ -157,40 +171,87 @@ def main() -> None:
         seed=9,
         dtype=torch.bfloat16,
         begin="<|endoftext|>",
-        shards="1GB",
     )
+    plain = {"rope_type": "default", "rope_theta": 1000000.0}
     make(
         "qwen2",
         Qwen2Config(
-            **{**common, "num_hidden_layers": 2},
+            **common,
             hidden_size=80,  # no multiple of a quantisation block
-            intermediate_size=64,
+            intermediate_size=48,
             num_attention_heads=5,
             num_key_value_heads=1,
             tie_word_embeddings=True,
-            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+            rope_parameters=plain,
         ),
         seed=9,
         dtype=torch.float16,
-        begin=None,
-        shards="1GB",
     )
     make(
         "qwen3",
         Qwen3Config(
-            **common,
+            **{**common, "num_hidden_layers": 3},
             hidden_size=64,
-            intermediate_size=64,
+            intermediate_size=48,
             num_attention_heads=4,
             num_key_value_heads=1,
             head_dim=32,  # not hidden_size / num_attention_heads
             tie_word_embeddings=True,
-            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+            rope_parameters=plain,
         ),
         seed=5,
         dtype=torch.bfloat16,
-        begin=None,
         shards="100KB",
+    )
+    make(
+        "qwen3moe",
+        Qwen3MoeConfig(
+            **common,
+            hidden_size=48,
+            intermediate_size=999,  # of layers without experts: there are none
+            moe_intermediate_size=32,
+            num_experts=5,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            tie_word_embeddings=True,
+            rope_parameters=plain,
+        ),
+        seed=5,
+        dtype=torch.bfloat16,
+    )
+    text = {
+        **common,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "rope_parameters": {**plain, "mrope_interleaved": True, "mrope_section": [6, 5, 5]},
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "patch_size": 2,
+        "out_hidden_size": 48,
+        "num_position_embeddings": 4,
+        "deepstack_visual_indexes": [],
+    }
+    named = {
+        f"{token.strip('<|>').replace('_pad', '')}_token_id": len(SPECIAL) + place
+        for place, token in enumerate(VISION)
+        if token != "<|vision_pad|>"
+    }
+    make(
+        "qwen3vl",
+        Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **named),
+        seed=5,
+        dtype=torch.bfloat16,
+        special=SPECIAL + VISION,
     )
 
 

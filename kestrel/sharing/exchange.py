@@ -1,0 +1,263 @@
+"""Publishing, pushing, pulling and withdrawing pages. Each can be killed at any moment and run again.
+
+The order makes it so: an object is in the cache before its mark names it, parents are published before their
+children, an artifact gets its name in the store when it is whole and checked. Whoever sees a page sees all of it.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kestrel.errors import ArtifactError, SharingError, StoreError
+from kestrel.identity import canonical_json
+from kestrel.sharing.listing import Listing
+from kestrel.sharing.mark import PREFIX_NAME, PublishedPage, write_mark
+from kestrel.sharing.repository import Remote, Repository, file_md5, find_repository
+from kestrel.store.census import IDENTITY_NAME, LOCK_NAME
+from kestrel.store.files import FileTree, FolderLock, Holding
+from kestrel.store.store import PageRow, Store
+
+JOBS = 4  # objects on their way at once
+LOCK_SECONDS = 10.0  # how long to wait for a process that is writing a page
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of some pages. `moved` were written or transferred, `present` needed nothing."""
+
+    moved: int = 0
+    moved_bytes: int = 0
+    present: int = 0
+    problems: tuple[str, ...] = ()  # one line for each page that did not make it
+
+
+def _ignore(done: int, total: int) -> None:
+    pass
+
+
+def publish(
+    store: Store,
+    repository: Repository,
+    pages: Sequence[PageRow],
+    name: str | None,
+    progress: Progress = _ignore,
+) -> Outcome:
+    """Make stored pages part of the repository: an object in DVC's cache and a mark beside each artifact.
+
+    `pages` is a chain from position 0; `name` is given to its last page. A page that is published already keeps its
+    mark, so doing it again changes nothing. Raises SharingError, StoreError or ArtifactError.
+    """
+    if name is not None and not PREFIX_NAME.fullmatch(name):
+        raise SharingError(f"a published prefix has a name like {PREFIX_NAME.pattern}, found {name!r}")
+    total = sum(page.nbytes for page in pages)
+    done = moved = moved_bytes = present = 0
+    problems: list[str] = []
+    listing = Listing(store.root).refresh()
+    with store.protect([page.key for page in pages]):
+        for page in pages:
+            path = store.page_path(page.namespace, page.key)
+            wanted_name = name if page is pages[-1] else None
+            mark = listing.find(page.namespace, page.key)
+            wanted = (
+                None
+                if mark is None or wanted_name in (None, mark.prefix)
+                else replace(mark, prefix=wanted_name)
+            )
+            if mark is not None and wanted is None and repository.has_object(mark):
+                present += 1
+            else:
+                md5 = file_md5(path)
+                if mark is not None and mark.md5 != md5:
+                    problems.append(
+                        f"{path} differs from the page published under this key (MD5 {mark.md5}, here {md5}): "
+                        "the published one stays"
+                    )
+                    continue
+                repository.add_object(path, md5)
+                if mark is None:
+                    identity = canonical_json(store.load_identity(page.namespace)).decode("ascii")
+                    wanted = PublishedPage(
+                        path=path,
+                        md5=md5,
+                        nbytes=page.nbytes,
+                        namespace=page.namespace,
+                        key=page.key,
+                        parent=page.parent,
+                        first=page.first,
+                        num_tokens=page.num_tokens,
+                        prefix=wanted_name,
+                        identity_text=identity,
+                    )
+                if wanted is not None:
+                    with _store_lock(store.root):
+                        write_mark(wanted)
+                moved += 1
+                moved_bytes += page.nbytes
+            done += page.nbytes
+            progress(done, total)
+    return Outcome(moved, moved_bytes, present, tuple(problems))
+
+
+def push(
+    repository: Repository, remote: Remote, pages: Sequence[PublishedPage], progress: Progress = _ignore
+) -> Outcome:
+    """Send the objects of published pages to a remote, those it has already excepted.
+
+    Problems are pages whose data is neither here nor there. Raises SharingError when the remote fails; what was sent
+    until then stays sent.
+    """
+    total = sum(page.nbytes for page in pages)
+    done = 0
+
+    def send(page: PublishedPage) -> str:
+        if remote.has(page.md5):
+            return "present"
+        if not repository.has_object(page):
+            if not page.is_here or file_md5(page.path) != page.md5:
+                return f"{page.key.hex()}: neither here nor in remote {remote.name}; publish it where it was computed"
+            repository.add_object(page.path, page.md5)
+        remote.send(page.md5)
+        return "moved"
+
+    results = []
+    with ThreadPoolExecutor(JOBS) as executor:
+        for page, result in zip(pages, executor.map(send, pages), strict=True):
+            results.append((page, result))
+            done += page.nbytes
+            progress(done, total)
+    return _outcome(results)
+
+
+def pull(
+    store: Store,
+    repository: Repository,
+    find_remote: Callable[[], Remote],
+    pages: Sequence[PublishedPage],
+    progress: Progress = _ignore,
+) -> Outcome:
+    """Bring published pages into the store, from the cache or else from a remote, in the order given.
+
+    A remote is asked for only when the cache lacks something. Raises SharingError when the remote fails and
+    ArtifactError when it sends something else; the pages before that one are in the store then.
+    """
+    total = sum(page.nbytes for page in pages)
+    done = 0
+    results = []
+    missing = [page for page in pages if not page.is_here and not repository.has_object(page)]
+    remote = find_remote() if missing else None
+    with ThreadPoolExecutor(JOBS) as executor:
+        arriving = {page.key: executor.submit(remote.receive, page) for page in missing} if remote else {}
+        try:
+            for page in pages:
+                is_new = not page.is_here
+                if page.key in arriving:
+                    arriving[page.key].result()
+                if is_new:
+                    _place(store, repository, page, find_remote)
+                if is_new or store.find_row(page.key) is None:
+                    _adopt(store, page)
+                results.append((page, "moved" if is_new else "present"))
+                done += page.nbytes
+                progress(done, total)
+        except BaseException:
+            executor.shutdown(cancel_futures=True)
+            raise
+    return _outcome(results)
+
+
+def _adopt(store: Store, page: PublishedPage) -> None:
+    try:
+        store.adopt(page.path)
+    except ArtifactError as error:  # published as it is: DVC's digest fits, but it is no artifact
+        store.quarantine(page.path, str(error))
+        raise
+
+
+def _place(
+    store: Store, repository: Repository, page: PublishedPage, find_remote: Callable[[], Remote]
+) -> None:
+    """Put a page's object from the cache into the store; a damaged one is fetched again, once."""
+    tree = FileTree(store.root)
+    with _store_lock(store.root):
+        tree.publish_file((page.namespace.hex()[:16], IDENTITY_NAME), [page.identity_text.encode("ascii")])
+        try:
+            repository.place_object(page)
+            return
+        except ArtifactError:
+            pass  # it is gone from the cache now
+    find_remote().receive(page)
+    with _store_lock(store.root):
+        repository.place_object(page)
+
+
+def withdraw(listing: Listing, ends: Iterable[PublishedPage]) -> list[PublishedPage]:
+    """Unpublish prefixes: their pages, except those another published prefix needs. Returns what was withdrawn.
+
+    Only marks go. Artifacts stay in the store, from now on as evictable as any; objects stay in DVC's cache and
+    remotes, where earlier commits may need them, until `dvc gc`. SharingError for a page others continue.
+    """
+    gone: dict[bytes, PublishedPage] = {}
+    for end in ends:
+        children = [page for page in listing.pages if page.parent == end.key and page.key not in gone]
+        if children:
+            raise SharingError(
+                f"page {end.key.hex()} is continued by {len(children)} published pages, such as "
+                f"{children[0].key.hex()}; withdraw those first"
+            )
+        for page in reversed(listing.chain(end)):
+            is_needed = any(child.parent == page.key and child.key not in gone for child in listing.pages)
+            if is_needed or (page.prefix is not None and page is not end):
+                break
+            gone[page.key] = page
+    for page in gone.values():  # children come before their parents
+        page.mark_path.unlink(missing_ok=True)
+    return list(gone.values())
+
+
+def free(
+    repository: Repository, remote: Remote, pages: Iterable[PublishedPage], dry_run: bool
+) -> list[PublishedPage]:
+    """Remove cached objects that the store no longer names and that the remote has; returns those pages.
+
+    This is what gives the disk its bytes back after a published page was evicted from the store.
+    """
+    freed = []
+    for page in pages:
+        if not page.is_here and repository.has_object(page) and remote.has(page.md5):
+            if not dry_run:
+                repository.drop_object(page.md5)
+            freed.append(page)
+    return freed
+
+
+def open_repository(root: Path) -> Repository:
+    """The DVC repository that a store's root is in. SharingError if it is in none."""
+    folder = find_repository(root)
+    if folder is None:
+        raise SharingError(
+            f"{os.path.abspath(root)} (cache.root) is not inside a DVC repository; run `git init && dvc init` above it"
+        )
+    return Repository(folder)
+
+
+@contextmanager
+def _store_lock(root: Path) -> Iterator[None]:
+    """Hold the store's lock; StoreError if it cannot be had in time."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with FolderLock(root / LOCK_NAME).held(LOCK_SECONDS) as holding:
+        if holding is not Holding.ALL:
+            raise StoreError(f"{root / LOCK_NAME} has been held by another process for {LOCK_SECONDS:.0f} s")
+        yield
+
+
+def _outcome(results: Sequence[tuple[PublishedPage, str]]) -> Outcome:
+    moved = [page for page, result in results if result == "moved"]
+    problems = tuple(result for _, result in results if result not in ("moved", "present"))
+    return Outcome(
+        len(moved), sum(page.nbytes for page in moved), len(results) - len(moved) - len(problems), problems
+    )

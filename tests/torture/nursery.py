@@ -1,0 +1,99 @@
+"""A process that has imported Kestrel and loaded its compiled kernels, and forks a server whenever it is told to.
+
+A server started this way runs the same `kestrel serve` in a process of its own, but is up in a fraction of the time
+a new interpreter takes. Run as `python -m tests.torture.nursery WORDS…`; one JSON object a line comes in on stdin
+(words, folder, log), lines `born NUMBER PID` and `dead NUMBER STATUS` go out on stdout.
+"""
+
+import gc
+import json
+import os
+import pickle
+import signal
+import sys
+from typing import Any
+
+import onnx  # noqa: F401  (what follows imports when it is first needed)
+
+import kestrel.server.app  # noqa: F401
+from kestrel.cli import main
+from kestrel.config import load_config
+from kestrel.engine import attention
+from kestrel.runtime import Runtime
+
+
+def dispatchers() -> dict[str, Any]:
+    """The compiled functions of the attention module, by name."""
+    return {name: value for name, value in vars(attention).items() if hasattr(value, "nopython_signatures")}
+
+
+def warm_up(words: list[str]) -> None:
+    """Load the kernels that a server needs, without ever running one: OpenMP's threads would not survive a fork.
+
+    Which signatures those are is found out by a child that opens the model.
+    """
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            with Runtime.open(load_config([*words, "cache=off"]), lambda line: None):
+                signatures = {name: found.nopython_signatures for name, found in dispatchers().items()}
+            with os.fdopen(write, "wb") as pipe:
+                pickle.dump(signatures, pipe)
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        signatures = pickle.load(pipe)
+    os.waitpid(child, 0)
+    for name, dispatcher in dispatchers().items():
+        for signature in signatures[name]:
+            dispatcher.compile(signature.args)
+    load_config(words)
+
+
+def bear(number: int, order: dict[str, Any]) -> None:
+    """Fork a keeper that forks the server and tells how it ended.
+
+    The keeper stands in between because the OpenMP runtime refuses to work in a direct child of the process that
+    loaded it.
+    """
+    if os.fork():
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    server = os.fork()
+    if server:
+        tell(f"born {number} {server}")
+        _, status = os.waitpid(server, 0)
+        tell(f"dead {number} {os.waitstatus_to_exitcode(status)}")
+        os._exit(0)
+    code = 1
+    try:
+        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for target, fd in ((0, nothing), (1, log), (2, log)):
+            os.dup2(fd, target)
+        os.chdir(order["folder"])
+        code = main(["serve", *order["words"]])
+    finally:
+        os._exit(code)
+
+
+def tell(line: str) -> None:
+    """One whole line on stdout, whoever else writes there."""
+    os.write(1, f"{line}\n".encode())
+
+
+def work(words: list[str]) -> None:
+    """Serve orders until stdin ends."""
+    warm_up(words)
+    gc.collect()
+    gc.freeze()  # children share these pages for longer
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers need nobody to wait for them
+    tell("ready")
+    for number, line in enumerate(sys.stdin):
+        bear(number, json.loads(line))
+
+
+if __name__ == "__main__":
+    work(sys.argv[1:])
