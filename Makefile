@@ -10,15 +10,16 @@ S3_VENV := $(VENV)/moto
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export DVC_NO_ANALYTICS := 1
 
-.PHONY: help demo test lint oracle clean
+.PHONY: help demo test torture lint oracle exact-boards clean
 
 help: ## what can be made
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
 demo: $(VENV)/.made-demo ## set up, run the restart experiment with a small model, show its result
+	@touch $(VENV)/.demo-started
 	PATH="$(CURDIR)/$(BIN):$$PATH" dvc repro
 	@echo
-	@cat artifacts/bench/report.md
+	@test artifacts/bench/report.md -nt $(VENV)/.demo-started || cat artifacts/bench/report.md  # else just printed
 	@echo
 	@echo "Try next:"
 	@echo "  . $(BIN)/activate"
@@ -30,6 +31,9 @@ demo: $(VENV)/.made-demo ## set up, run the restart experiment with a small mode
 test: $(VENV)/.made-dev $(S3_VENV)/.made ## run the test suite
 	$(BIN)/python -m pytest
 
+torture: $(VENV)/.made-dev ## kill, spoil and overload it for an hour: 1,000 kills, 200,000 spoilt files, 64 clients for 10 minutes
+	KESTREL_TORTURE=long $(BIN)/python -m pytest tests/torture -s --durations=0
+
 lint: $(VENV)/.made-dev ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -37,6 +41,9 @@ lint: $(VENV)/.made-dev ## check style and types
 
 oracle: $(ORACLE_VENV)/.made ## compare with the reference implementation (torch, transformers) in an environment of its own
 	$(ORACLE_VENV)/bin/python -m pytest tests/oracle
+
+exact-boards: $(VENV)/aarch64/.made ## try exactness on an AVX2 CPU and on a Cortex-A76, emulated by qemu-user (minutes)
+	$(BIN)/python tests/boards/run.py $(VENV)/aarch64
 
 clean: ## remove the environments, caches and results of this folder; artifacts stay
 	rm -rf $(VENV) $(ORACLE_VENV) dist outputs .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -60,6 +67,12 @@ $(ORACLE_VENV)/.made: pyproject.toml
 $(S3_VENV)/.made: | $(VENV)/bin/python
 	$(BIN)/python -m venv $(S3_VENV)
 	$(S3_VENV)/bin/python -m pip install --quiet 'moto[server]>=5,<6'
+	@touch $@
+
+$(VENV)/aarch64/.made: tests/boards/aarch64.sh tests/boards/cortex-a76.cpuinfo pyproject.toml | $(VENV)/.made-dev
+	@for tool in qemu-x86_64 qemu-aarch64 apt-get dpkg-deb; do command -v $$tool >/dev/null || \
+	  { echo "make exact-boards needs $$tool, on Debian: apt-get install qemu-user" >&2; exit 1; }; done
+	bash tests/boards/aarch64.sh $(VENV)/aarch64 $(BIN)/python
 	@touch $@
 
 $(VENV)/bin/python:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from kestrel import __version__
-from kestrel.commands import bench, config, doctor, generate, kv, serve
+from kestrel.commands import bench, config, doctor, generate, kv, serve, top
 from kestrel.commands.words import split_words
 from kestrel.config import load_config
 from kestrel.errors import KestrelError
@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kestrel {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (serve, generate, bench, doctor, kv, config):
+    for command in (serve, top, generate, bench, doctor, kv, config):
         command.add_parser(commands, shared)
     return parser
 

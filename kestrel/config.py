@@ -96,6 +96,7 @@ class EngineConfig:
     threads: int | None
     kv_ram_bytes: int
     kv_touched_bytes: int
+    speculate: int
 
 
 @dataclass(frozen=True)
@@ -390,6 +391,7 @@ def _check_values(config: Config) -> None:
     _require_at_least("engine.threads", engine.threads, 1)
     _require_at_least("engine.kv_ram_bytes", engine.kv_ram_bytes, 1)
     _require_at_least("engine.kv_touched_bytes", engine.kv_touched_bytes, 0)
+    _require_at_least("engine.speculate", engine.speculate, 0)
 
     _require_text("cache.root", cache.root)
     if cache.page_tokens < 1 or cache.page_tokens % KEY_BLOCK_TOKENS:

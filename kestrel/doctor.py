@@ -255,6 +255,34 @@ def exactness(runtime: "Runtime") -> Finding:
     )
 
 
+def guarantees(config: Config) -> Iterator[Finding]:
+    """Try every way of computing a prompt on this model and CPU, with both KV dtypes: a finding for each guarantee.
+
+    Takes some 5000 tokens of computing in processes of its own, twice, and a folder of temporary files.
+    """
+    if not is_at_hand(config.model):
+        yield Finding("exact", "fail", "the model is not here yet, so nothing can be tried (see above)")
+        return
+    from kestrel.exactness.guarantees import check
+    from kestrel.exactness.ways import PROMPT_TOKENS
+
+    started = time.perf_counter()
+    try:
+        for guarantee in check(config):
+            kept = ", ".join(f"{kv} KV {'ok' if ok else 'BROKEN'}" for kv, ok in guarantee.kept.items())
+            text = f"{guarantee.text}: {kept}"
+            if guarantee.holds:
+                yield Finding("exact", "ok", text)
+            else:
+                yield Finding("exact", "fail", f"{text}; {guarantee.problem}")
+    except KestrelError as error:
+        yield Finding("exact", "fail", str(error))
+        return
+    seconds = time.perf_counter() - started
+    text = f"{config.engine.weights} weights, {PROMPT_TOKENS} tokens, tried in {seconds:.0f} s"
+    yield Finding("exact", "ok", text)
+
+
 def _computed(engine: "Engine", tokens: Tokens, way: list[int], stranger: bool = False) -> bytes:
     """Digest of the KV and the last logits of `tokens`, computed in steps of `way` rows in new pages."""
     from kestrel.engine.engine import Span

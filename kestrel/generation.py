@@ -4,12 +4,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from kestrel.cache.scope import Scope
 from kestrel.cache.sequence import CachedSequence, PrefixCache
 from kestrel.engine.layers import Floats
 from kestrel.engine.sampling import Sampler, Sampling, TokenLogprob
-from kestrel.errors import RequestError
-from kestrel.identity import as_tokens
+from kestrel.engine.speculation import Drafter
+from kestrel.errors import ModelError, RequestError
 from kestrel.models.tokenizer import Tokenizer
 
 
@@ -18,7 +20,7 @@ class Request:
     """What to generate. `stop`: texts that end the answer and are not part of it. max_tokens is at least 1.
 
     scope: whose stored prefixes it finds and adds to, None for the common ones. persist: whether its own pages
-    are saved; pin: whether they are kept from being evicted.
+    are saved; pin: whether they are kept from being evicted; ttl_seconds: they leave when unused for so long.
     """
 
     tokens: list[int]
@@ -29,6 +31,7 @@ class Request:
     scope: Scope | None = None
     persist: bool = True
     pin: bool = False
+    ttl_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,8 @@ class Stats:
     """What happened to one request. Times in milliseconds from the moment the engine took it.
 
     prompt = restored (read from disk) + ram (already in memory) + computed; cached = restored + ram.
-    prefill: computing alone, without lookup and without waiting for the disk. ttft: until the first token was chosen. bytes_written: pages of
-    this request on disk so far; the writer may still be busy.
+    prefill: computing alone, without lookup and without waiting for the disk. ttft: until the first token was
+    chosen. bytes_written: pages of this request on disk so far; the writer may still be busy.
     """
 
     prompt_tokens: int = 0
@@ -104,8 +107,9 @@ class Generation:
         tokenizer: Tokenizer,
         room: int,
         log: Callable[[str], None],
+        speculate: int = 0,
     ):
-        """room: most tokens that can be generated. RequestError, CapacityError."""
+        """room: most tokens that can be generated. speculate: longest draft. RequestError, CapacityError."""
         if request.max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, found {request.max_tokens}")
         self.request = request
@@ -114,13 +118,15 @@ class Generation:
         self._log = log
         self._sampler = Sampler(request.sampling, len(request.tokens))
         self._answer = _Answer(request, tokenizer)
+        self._drafter = Drafter(speculate)
+        self.accepted_drafts = 0  # tokens of the answer that were guessed right
         self._room = min(request.max_tokens, room)
         self._page_tokens = cache.engine.pool.page_tokens
         self._completion_tokens = 0
         self._finish_reason: str | None = None
         self._failure: Exception | None = None
         self.sequence: CachedSequence = cache.open(
-            request.tokens, request.scope, request.persist, request.pin
+            request.tokens, request.scope, request.persist, request.pin, request.ttl_seconds
         )
         self._events: list[Delta | Finished] = []
 
@@ -141,19 +147,44 @@ class Generation:
         return self.sequence.num_computed < len(self.request.tokens)
 
     def accept(self, logits: Floats | None) -> None:
-        """Take the logits of a step (None while the prompt is still pending) and choose the next token."""
+        """Take what a step returned (None while the prompt is still pending) and choose the next tokens.
+
+        One token is chosen from the first row; each drafted token that equals the one just chosen makes the next
+        row count too. So the answer is the same with and without drafts, to the bit.
+        """
         if logits is None:
             return
         if self._first_token is None:
             self._log(_prefill_line(self.sequence))
-        token, logprob = self._sampler.pick(logits, as_tokens(self.sequence.tokens))
-        self._first_token = self._first_token or time.perf_counter()
-        self._completion_tokens += 1
-        self._finish_reason = self._answer.push(token, logprob, self._completion_tokens == self._room)
+        draft = self.sequence.take_guess()
+        confirmed = 0
+        for row in logits:
+            if not np.isfinite(row.max()):  # NaN wins every comparison
+                self._disown()
+            token, logprob = self._sampler.pick(row, self.sequence.tokens)
+            self._first_token = self._first_token or time.perf_counter()
+            self._completion_tokens += 1
+            self._finish_reason = self._answer.push(token, logprob, self._completion_tokens == self._room)
+            if self._finish_reason is not None or confirmed == len(draft) or token != draft[confirmed]:
+                break
+            self.sequence.confirm(token)
+            confirmed += 1
         if self._answer.pending:
             self._events.append(self._answer.take())
+        self._drafter.learn(len(draft), confirmed)
+        self.accepted_drafts += confirmed
         if self._finish_reason is None:
             self.sequence.extend(token)
+            room = self._room - self._completion_tokens - 1  # a draft never reaches past the last token
+            self.sequence.guess(self._drafter.propose(self.sequence.tokens, room))
+
+    def _disown(self) -> None:
+        reason = "the scores of the next token are not numbers"
+        self.sequence.disown(reason)
+        raise ModelError(
+            f"{reason}: memory or weights are damaged, or a stored page was forged; the pages of this prompt were "
+            "put aside, send it again"
+        )
 
     def fail(self, error: Exception) -> None:
         """Finish here: `take` raises the error. What is computed stays in the cache."""

@@ -145,7 +145,12 @@ class Runtime:
                 store, self.config.cache.pull_seconds, self.config.cache.min_match, self._log
             )
             listing = published.listing
-            if pages := listing.refresh().pages:
+            try:
+                pages = listing.refresh().pages
+            except OSError as error:
+                self._log(f"[KV-DISK] what is published cannot be listed now: {error}")
+                pages = []
+            if pages:
                 num_away = sum(not page.is_here for page in pages)
                 self._log(f"[KV-DISK] published: {len(pages)} page(s), {num_away} of them not here yet")
             self.cache.published = published
@@ -193,7 +198,7 @@ class Runtime:
         """
         self.check(request.tokens, request.max_tokens)
         room = self.context_tokens - len(request.tokens)
-        return Generation(request, self.cache, self.tokenizer, room, self._log)
+        return Generation(request, self.cache, self.tokenizer, room, self._log, self.config.engine.speculate)
 
     def admit(self, request: Request, running: Sequence[Generation]) -> Generation | None:
         """Start a request if the pool can hold it to its end beside those that run; else None, try again later.
@@ -232,9 +237,11 @@ class Runtime:
         for generation in sorted(generations, key=lambda g: g.is_prefilling):  # decoding ones first, stable
             limit = min(budget, prompt_budget) if generation.is_prefilling else budget
             rows = min(limit, generation.sequence.num_pending)
+            if rows + generation.sequence.num_guessed > budget:
+                generation.sequence.take_guess()
             if rows:
                 work.append((generation, rows))
-                budget -= rows
+                budget -= rows + generation.sequence.num_guessed
                 prompt_budget -= rows if generation.is_prefilling else 0
         results = self.cache.step([(generation.sequence, rows) for generation, rows in work])
         for (generation, _), logits in zip(work, results, strict=True):

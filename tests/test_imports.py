@@ -17,6 +17,7 @@ RANKS = {
     "models": 3,
     "store": 3,
     "prefixes": 4,
+    "seed": 4,
     "configured": 4,
     "engine": 5,
     "sharing": 5,

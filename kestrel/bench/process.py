@@ -70,6 +70,11 @@ class ServerProcess:
         self.boot_ms = (time.perf_counter() - started) * 1000
         self.tell()
 
+    @property
+    def pid(self) -> int:
+        """The running process's number. BenchError when it was not started."""
+        return self._running().pid
+
     def health(self) -> dict[str, Any]:
         """The answer of /health. Raises OSError while nothing listens."""
         return get_json(self.host, self.port, "/health")

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
 from kestrel.bench.prompts import manual
 from kestrel.config import Config
 from kestrel.engine.engine import Engine, Span
+from kestrel.engine.layers import Floats
 from kestrel.identity import Tokens, as_tokens
 from kestrel.models.checkpoint import Checkpoint
 from kestrel.models.fetch import resolve_model
@@ -134,7 +134,9 @@ def compare(
 ) -> Quality:
     """Run both variants over `tokens` in contexts of WINDOW_TOKENS, in step."""
     window = min(WINDOW_TOKENS, checkpoint.geometry.context_tokens)
-    engines = [open_engine(config, checkpoint, variant, window, _STEP_ROWS) for variant in (reference, candidate)]
+    engines = [
+        open_engine(config, checkpoint, variant, window, _STEP_ROWS) for variant in (reference, candidate)
+    ]
     likelihoods = np.zeros(2)
     kl = agreed = 0.0
     rows = 0
@@ -148,8 +150,8 @@ def compare(
                 _log_softmax(engine.forward([Span(step, start, table, len(step))]))
                 for engine, table in zip(engines, tables, strict=True)
             ]
-            likelihoods += [float(log[np.arange(len(step)), following].sum()) for log in logs]
-            kl += float((np.exp(logs[0]) * (logs[0] - logs[1])).sum())
+            likelihoods += [float(log[np.arange(len(step)), following].sum(dtype=np.float64)) for log in logs]
+            kl += float((np.exp(logs[0]) * (logs[0] - logs[1])).sum(dtype=np.float64))
             agreed += float((logs[0].argmax(1) == logs[1].argmax(1)).sum())
             rows += len(step)
         for engine, table in zip(engines, tables, strict=True):
@@ -184,7 +186,7 @@ def measure_speed(config: Config, checkpoint: Checkpoint) -> KvSpeed:
                     seconds.setdefault((dtype, rows), []).append(time.perf_counter() - started)
     _close(list(engines.values()))
     decode, tail = (
-        {dtype: 1e3 * statistics.median(seconds[dtype, rows]) for dtype in dtypes}
+        {str(dtype): 1e3 * statistics.median(seconds[dtype, rows]) for dtype in dtypes}
         for rows in (1, SPEED_TAIL_TOKENS)
     )
     return KvSpeed(weights, context, SPEED_TAIL_TOKENS, decode, tail)
@@ -270,10 +272,12 @@ def _fill(engine: Engine, table: list[int]) -> None:
                     array[:] = random.random(array.shape, np.float32)
 
 
-def _log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """Natural logarithms of the probabilities, float64, of each row."""
-    shifted = logits.astype(np.float64) - logits.max(1, keepdims=True)
-    result: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+def _log_softmax(logits: Floats) -> Floats:
+    """Natural logarithms of the probabilities of each row."""
+    shifted = logits - logits.max(1, keepdims=True)
+    result: Floats = shifted - np.log(np.exp(shifted).sum(1, keepdims=True, dtype=np.float64)).astype(
+        np.float32
+    )
     return result
 
 

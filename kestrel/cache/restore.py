@@ -12,6 +12,8 @@ from kestrel.errors import ArtifactError
 from kestrel.store.match import PageRef
 from kestrel.store.store import OpenPage
 
+TRIAL_NBYTES = 1 << 20  # read in small pieces, to notice a slow disk early; larger ones are read faster
+
 
 @dataclass(frozen=True)
 class Damage:
@@ -46,11 +48,12 @@ class Restore:
         pool: PagePool,
         pages: Sequence[tuple[PageRef, OpenPage]],
         table: Sequence[int],
-        is_too_slow: Callable[[float, int], bool] = lambda elapsed, nbytes: False,
+        is_too_slow: Callable[[float, int], bool] | None = None,
     ):
         """pages: what to read, opened and checked, in order of position; table: the sequence's pool pages.
 
-        is_too_slow(seconds so far, bytes so far): asked on the way; the read is given up when it says so.
+        is_too_slow(seconds so far, bytes so far): asked on the way, often while little is read and then after every
+        layer of a page; the read is given up when it says so.
         """
         self._pool = pool
         self._pages = list(pages)
@@ -65,6 +68,10 @@ class Restore:
         self.is_given_up = False  # too slow: nothing of it is of use
         self.failure: Exception | None = None  # a fault of the reader itself
         self._is_too_slow = is_too_slow
+        self._brought = 0  # bytes read in pieces so far
+        if is_too_slow is not None:
+            for _, page in self._pages:
+                page.progress = self._judge_piece
         self._thread = threading.Thread(target=self._read, name="kestrel-restore", daemon=True)
         self._thread.start()
 
@@ -108,15 +115,16 @@ class Restore:
                         del self._pages[index:]
                         page.close()
                         break
-                    if self._is_too_slow(time.perf_counter() - self._started, self.nbytes):
-                        with self._changed:
-                            self.is_given_up = True
-                            self._changed.notify_all()
-                        return
+                    self._judge(self.nbytes)
                 with self._changed:
                     self._ready = layer + 1
                     self.timeline.ready[layer] = time.perf_counter() - self._started
                     self._changed.notify_all()
+        except _GivenUp:
+            self.nbytes = max(self.nbytes, self._brought)
+            with self._changed:
+                self.is_given_up = True
+                self._changed.notify_all()
         except Exception as error:  # handed to join(): the step must not wait for ever
             with self._changed:
                 self.failure = error
@@ -125,6 +133,22 @@ class Restore:
             for _, page in self._pages:
                 page.close()
             self.seconds = time.perf_counter() - self._started
+
+    def _judge(self, nbytes: int) -> None:
+        if self._is_too_slow is not None and self._is_too_slow(time.perf_counter() - self._started, nbytes):
+            raise _GivenUp
+
+    def _judge_piece(self, nbytes: int) -> None:
+        """Note a piece of a layer; once enough is read to know the disk, layers are read in one piece each."""
+        self._brought += nbytes
+        self._judge(self._brought)
+        if self._brought >= TRIAL_NBYTES:
+            for _, page in self._pages:
+                page.progress = None
+
+
+class _GivenUp(Exception):
+    """Ends the reader: going on takes longer than computing."""
 
 
 def read_layer(pool: PagePool, page: OpenPage, ref: PageRef, layer: int, table: Sequence[int]) -> int:

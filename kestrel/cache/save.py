@@ -14,13 +14,29 @@ from kestrel.identity import Tokens
 from kestrel.store.store import Store
 
 
+@dataclass(frozen=True)
+class Keeping:
+    """What becomes of the pages a request computes.
+
+    persist: they are saved; if not, they stay in memory only. pin: the last one, and thereby those before it, is not
+    evicted. ttl_seconds: those it saved leave when they are unused for so long.
+    """
+
+    persist: bool = True
+    pin: bool = False
+    ttl_seconds: float | None = None
+
+
 @dataclass
 class SaveReport:
     """What has been written for one request so far; filled in by the writer thread."""
 
     bytes_written: int = 0
-    pages_written: int = 0
-    dropped_at: int | None = None  # first position that was not saved because the queue was full
+    written: list[bytes] = field(default_factory=list)  # keys of the pages
+    dropped_at: int | None = (
+        None  # first position that is not saved; what follows it is out of reach, so not either
+    )
+    is_store_failing: bool = False  # that is why; else the queue was full
 
 
 @dataclass(frozen=True)
@@ -39,16 +55,13 @@ class PageSave:
 
 @dataclass(frozen=True)
 class RequestEnd:
-    """Marks the end of a request's saves: its prefix of `num_tokens` is in the store once this is reached.
-
-    pin: the page of `key`, and thereby those before it, shall not be evicted.
-    """
+    """Marks the end of a request's saves: its prefix of `num_tokens` is in the store once this is reached."""
 
     num_tokens: int
     scope: Scope  # of the last page
     key: bytes
     report: SaveReport
-    pin: bool = False
+    keeping: Keeping
 
 
 class Writer:
@@ -71,14 +84,17 @@ class Writer:
         self._queue: queue.Queue[PageSave | RequestEnd | None] = queue.Queue()
         self._room = threading.Semaphore(queue_pages)
         self._dropped_at: int | None = None  # num_dropped when the store began to fail; None while it works
+        self._failed_tokens = 0  # of the longest page that could not be saved since
         self.num_dropped = 0
         self.bytes_written = 0
         self._thread = threading.Thread(target=self._write_all, name="kestrel-writer", daemon=True)
         self._thread.start()
 
     def submit(self, save: PageSave) -> bool:
-        """Queue a page; False when the queue is full and the page is dropped."""
-        if not self._room.acquire(blocking=False):
+        """Queue a page; False when it is dropped: the queue is full, or a page before it was dropped."""
+        report = save.report
+        if report.dropped_at is not None or not self._room.acquire(blocking=False):
+            report.dropped_at = save.first if report.dropped_at is None else report.dropped_at
             self.num_dropped += 1
             return False
         self._pool.retain(save.page)
@@ -118,6 +134,10 @@ class Writer:
 
     def _write(self, save: PageSave) -> None:
         try:
+            dropped_at = save.report.dropped_at
+            if dropped_at is not None and save.first > dropped_at:
+                self.num_dropped += 1
+                return
             if self._is_covered(save):
                 return
             written = self._store.publish(
@@ -133,30 +153,34 @@ class Writer:
             )
             if written:
                 save.report.bytes_written += written
-                save.report.pages_written += 1
+                save.report.written.append(save.key)
                 self.bytes_written += written
             self._store.remove_covered(save.scope.namespace, save.parent, save.tokens)
-            if written:  # a page that was there already says nothing about whether writing works
+            # A page that was there already says nothing about whether writing works, and a small one little.
+            if written and len(save.tokens) >= self._failed_tokens:
                 self._note_recovery()
         except Exception as error:  # the cache is an optimisation: say it once, go on
-            self._note_failure(error)
+            self._note_failure(error, len(save.tokens))
+            save.report.dropped_at = save.first  # of this request's pages those come in order
+            save.report.is_store_failing = True
         finally:
             self._pool.release(save.page)
             self._room.release()
 
-    def _note_failure(self, error: Exception) -> None:
+    def _note_failure(self, error: Exception, num_tokens: int) -> None:
         if self._dropped_at is None:
             self._dropped_at = self.num_dropped
             self._log(f"[KV-DISK] not saved, pages are dropped until the store works again: {error}")
             if not isinstance(error, KestrelError):
                 self._log(traceback.format_exc())  # a fault of ours, not of the disk
+        self._failed_tokens = max(self._failed_tokens, num_tokens)
         self.num_dropped += 1
 
     def _note_recovery(self) -> None:
         if self._dropped_at is not None:
             num_lost = self.num_dropped - self._dropped_at
             self._log(f"[KV-DISK] the store works again: saving; {num_lost} page(s) were not saved meanwhile")
-            self._dropped_at = None
+            self._dropped_at, self._failed_tokens = None, 0
 
     def _is_covered(self, save: PageSave) -> bool:
         """Whether a longer page of the same place holds all of a partial page's tokens already."""
@@ -165,22 +189,27 @@ class Writer:
         return self._store.covers(save.scope.namespace, save.parent, save.tokens)
 
     def _report(self, end: RequestEnd) -> None:
-        if end.pin:
-            self._pin(end)
+        self._keep(end)
+        if end.report.is_store_failing:
+            return  # which was said
         if end.report.dropped_at is not None:
             self._log(
                 f"[KV-DISK] saved {end.report.dropped_at} of {end.num_tokens} tokens only, the disk is too slow: "
                 "raise cache.save_queue_pages if this happens often"
             )
-        elif end.report.pages_written and self._dropped_at is None:
+        elif end.report.written and self._dropped_at is None:
             path = self._store.page_path(end.scope.namespace.digest, end.key)
             self._log(f"[KV-DISK] saved {end.num_tokens}-token KV -> {path}")
 
-    def _pin(self, end: RequestEnd) -> None:
+    def _keep(self, end: RequestEnd) -> None:
+        """Pin what the request wants pinned, and limit the life of what it wrote."""
+        keeping, problem = end.keeping, ""
         try:
-            if self._store.pin([end.key]):
-                return
-            problem = "its last page is not in the store"
+            if keeping.pin and not self._store.pin([end.key]):
+                problem = "its last page is not in the store"
+            if keeping.ttl_seconds is not None:
+                self._store.expire(end.report.written, keeping.ttl_seconds)
         except StoreError as error:
             problem = str(error)
-        self._log(f"[KV-DISK] {end.num_tokens} tokens not pinned: {problem}")
+        if problem:
+            self._log(f"[KV-DISK] {end.num_tokens} tokens are not kept as the request wants: {problem}")

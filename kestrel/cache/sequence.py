@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 
 from kestrel.cache.restore import DamagedRestore, Restore
-from kestrel.cache.save import PageSave, RequestEnd, SaveReport, Writer
+from kestrel.cache.save import Keeping, PageSave, RequestEnd, SaveReport, Writer
 from kestrel.cache.scope import Course, Scope
 from kestrel.cache.worth import Choice, Worth
 from kestrel.engine.engine import Engine, Span, StepSeconds
@@ -144,7 +144,8 @@ class PrefixCache:
         try:
             return self.related.find()
         except StoreError as error:
-            self.log(f"[KV-DISK] pages of other numerics not looked for: {error}")
+            if not self._store_failing:
+                self.log(f"[KV-DISK] pages of other numerics not looked for: {error}")
             return []
 
     def find_abroad(self, tokens: Tokens, related: RelatedNamespace) -> Match:
@@ -183,21 +184,28 @@ class PrefixCache:
             return self.engine.pool.allocate()
 
     def open(
-        self, tokens: Sequence[int], scope: Scope | None = None, persist: bool = True, pin: bool = False
+        self,
+        tokens: Sequence[int],
+        scope: Scope | None = None,
+        persist: bool = True,
+        pin: bool = False,
+        ttl_seconds: float | None = None,
     ) -> "CachedSequence":
         """Begin a request on a prompt of at least one token: match it and start reading what is on disk.
 
         scope: whose pages it finds and adds, None for the common ones. persist: whether what it computes is
-        saved; if not, it stays in memory only. pin: keep what is saved from being evicted.
+        saved; if not, it stays in memory only. pin: keep what is saved from being evicted. ttl_seconds: what it
+        saves leaves when it is unused for so long.
         """
-        return CachedSequence(self, as_tokens(tokens), scope, persist, pin)
+        return CachedSequence(self, as_tokens(tokens), scope, Keeping(persist, pin, ttl_seconds))
 
     def step(self, work: Sequence[tuple["CachedSequence", int]]) -> list[Floats | None]:
-        """Compute up to so many pending tokens of each sequence in one engine step.
+        """Compute up to so many pending tokens of each sequence, and its draft, in one engine step.
 
-        Returns for each the logits after its last token, float32 [vocab_size], or None while tokens are
-        still pending. The numbers must be positive and sum to at most `engine.chunk_tokens`. CapacityError
-        when the pool has no room; nothing is lost then.
+        Returns for each the logits after its last pending token and after each drafted one, float32
+        [1 + drafted, vocab_size], or None while tokens are still pending. The numbers must be positive and,
+        drafts included, sum to at most `engine.chunk_tokens`. CapacityError when the pool has no room;
+        nothing is lost then.
         """
         for sequence, _ in work:
             if not sequence.is_reading:
@@ -223,8 +231,9 @@ class PrefixCache:
         results: list[Floats | None] = []
         row = 0
         for (sequence, _), span in zip(work, spans, strict=True):
-            sequence.advance(len(span.tokens), spent, computing)
-            results.append(logits[row] if span.num_logits else None)
+            num_drafted = max(0, span.num_logits - 1)
+            sequence.advance(len(span.tokens) - num_drafted, spent, computing)
+            results.append(logits[row : row + span.num_logits] if span.num_logits else None)
             row += span.num_logits
         return results
 
@@ -247,7 +256,7 @@ class CachedSequence:
     Steps go through `PrefixCache.step`; `prefill` and `append` are steps of this sequence alone.
     """
 
-    def __init__(self, cache: PrefixCache, tokens: Tokens, scope: Scope | None, persist: bool, pin: bool):
+    def __init__(self, cache: PrefixCache, tokens: Tokens, scope: Scope | None, keeping: Keeping):
         if not len(tokens):
             raise RequestError("a prompt needs at least one token")
         self._cache = cache
@@ -257,11 +266,11 @@ class CachedSequence:
         self.saves = SaveReport()
         self._prompt = tokens
         self._course = cache.course(tokens, scope)
-        self._persist = persist
-        self._pin = pin
+        self._keeping = keeping
         self.last_key: bytes | None = None  # of the page that the prefix ends with; known when closed
         self._table: list[int] = []
         self._computed = 0  # tokens whose K and V are in the pages
+        self._draft: list[int] = []  # guesses that the next step computes behind the pending tokens
         self._keys: list[bytes] = []  # of the full pages, in order
         self._hash = hashlib.sha256()  # of the tokens in full pages
         self._stored: set[bytes] = set()  # keys known to be in the store already
@@ -269,6 +278,7 @@ class CachedSequence:
         self._restored: list[PageRef] = []
         self._guards = ExitStack()
         self._closed = False
+        self._is_disowned = False
         self._started = time.perf_counter()
         try:
             self._match()
@@ -297,6 +307,11 @@ class CachedSequence:
         return len(self.tokens) - self._computed
 
     @property
+    def num_guessed(self) -> int:
+        """Guessed tokens that the next step computes behind the pending ones."""
+        return len(self._draft)
+
+    @property
     def is_reading(self) -> bool:
         """Whether a step of this sequence might have to wait for the disk."""
         return self.restore is not None and not self.restore.is_done
@@ -306,7 +321,8 @@ class CachedSequence:
         logits: Floats | None = None
         while logits is None:
             (logits,) = self._cache.step([(self, self._cache.engine.chunk_tokens)])
-        return logits
+        last: Floats = logits[0]
+        return last
 
     def append(self, token: int) -> Floats:
         """Add one token (the last sampled one) and compute it; the logits after it, float32 [vocab_size]."""
@@ -317,14 +333,34 @@ class CachedSequence:
         """Add one token, to be computed by the next step."""
         self.tokens.append(token)
 
+    def guess(self, draft: list[int]) -> None:
+        """Let the next step compute these tokens too, behind the pending ones, in case they turn out to be right."""
+        self._draft = draft
+
+    def take_guess(self) -> list[int]:
+        """The guesses of the last step, or of the next one that then does without."""
+        draft, self._draft = self._draft, []
+        return draft
+
+    def confirm(self, token: int) -> None:
+        """Add the next drafted token, which the last step has computed already: it was guessed right."""
+        self.tokens.append(token)
+        self._computed += 1
+        self._end_pages()
+
     def span(self, rows: int) -> Span:
-        """The next `rows` pending tokens (fewer if fewer are pending) for a step, with pages to put them in."""
+        """The next `rows` pending tokens (fewer if fewer are pending) for a step, with pages to put them in.
+
+        With the last pending token goes the draft, and the logits of it and of each guess are wanted.
+        """
         rows = min(rows, self.num_pending)
         end = self._computed + rows
-        while len(self._table) * self._pool.page_tokens < end:
+        complete = end == len(self.tokens)
+        draft = self._draft if complete else []
+        while len(self._table) * self._pool.page_tokens < end + len(draft):
             self._table.append(self._cache.allocate())
-        tokens = as_tokens(self.tokens[self._computed : end])
-        return Span(tokens, self._computed, self._table, int(end == len(self.tokens)))
+        tokens = as_tokens([*self.tokens[self._computed : end], *draft])
+        return Span(tokens, self._computed, self._table, 1 + len(draft) if complete else 0)
 
     def advance(self, rows: int, spent: StepSeconds, computing: float) -> None:
         """Note that a step has computed the next `rows` tokens; what it spent, and the seconds it computed."""
@@ -356,6 +392,32 @@ class CachedSequence:
                 self._pool.release(page)
             self._table = []
             self._guards.close()
+
+    def disown(self, reason: str) -> None:
+        """Give up all that is computed: it is not what this model computes. Nobody finds it, in memory or on disk.
+
+        Its pages in the store are quarantined, whoever wrote them, so that the next such prompt is computed anew.
+        Nothing more of this sequence is saved.
+        """
+        self.settle()
+        self._is_disowned = True
+        size, cache = self._pool.page_tokens, self._cache
+        rest = as_tokens(self.tokens[len(self._keys) * size : self._computed])
+        parent = self._course.parent_of(len(self._keys), self._keys)
+        partial = [page_key(parent, rest[:rows]) for rows in range(1, len(rest) + 1)]
+        self._pool.forget([*self._keys, *partial])
+        if cache.store is None:
+            return
+        if cache.writer is not None:
+            cache.writer.drain()  # what is still to be written would come after the clean-up
+        paths = {ref.path for ref in self._restored}
+        for index, key in enumerate(self._keys):
+            paths.add(cache.store.page_path(self._course.scope_of(index).namespace.digest, key))
+        try:
+            for path in sorted(paths):
+                cache.store.quarantine(path, reason)
+        except StoreError as problem:
+            cache.log(f"[KV-DISK] pages of {self._computed} tokens stay where they are, {reason}: {problem}")
 
     # -- matching -----------------------------------------------------------------------------------
 
@@ -507,7 +569,9 @@ class CachedSequence:
             self._pool,
             opened,
             self._table,
-            lambda elapsed, nbytes: worth.is_too_slow(choice, elapsed, nbytes, num_bytes),
+            None
+            if self._cache.policy.loads_always
+            else lambda elapsed, nbytes: worth.is_too_slow(choice, elapsed, nbytes, num_bytes),
         )
 
     def _reject(self, ref: PageRef, error: Exception) -> None:
@@ -547,7 +611,8 @@ class CachedSequence:
         self._drop_from(self._restored[0].first)
         self._stored = stored
         self.stats.skipped_tokens += num_matched - self._computed
-        self.stats.load = f"given up after {restore.seconds * 1e3:.0f} ms and {restore.nbytes / 1e6:.1f} MB: computing is quicker"
+        spent = f"{restore.seconds * 1e3:.0f} ms and {restore.nbytes / 1e6:.1f} MB"
+        self.stats.load = f"given up after {spent}: computing is quicker"
         if not self._computed:
             self.stats.miss_reason = f"{num_matched} tokens are stored, reading them was {self.stats.load}"
 
@@ -600,17 +665,15 @@ class CachedSequence:
     ) -> None:
         limit = self._cache.policy.max_prefix_tokens
         writer = self._cache.writer
-        if writer is None or not self._persist or (limit is not None and first + len(tokens) > limit):
+        if writer is None or not self._keeping.persist or (limit is not None and first + len(tokens) > limit):
             return
         scope = self._course.scope_of(first // self._pool.page_tokens)
         if writer.submit(PageSave(page, scope, key, parent, first, tokens, prefix_sha256, self.saves)):
             self._stored.add(key)
-        elif self.saves.dropped_at is None:
-            self.saves.dropped_at = first
 
     def _save_rest(self) -> None:
         """The last, partial page: remembered and saved under a key of its own."""
-        if self.stats.foreign is not None:
+        if self.stats.foreign is not None or self._is_disowned:
             return
         size = self._pool.page_tokens
         index = len(self._keys)
@@ -626,6 +689,6 @@ class CachedSequence:
         if not self._computed:
             return
         self.last_key = key
-        if self._cache.writer is not None and self._persist:
+        if self._cache.writer is not None and self._keeping.persist:
             scope = self._course.scope_of((self._computed - 1) // size)
-            self._cache.writer.end_request(RequestEnd(self._computed, scope, key, self.saves, self._pin))
+            self._cache.writer.end_request(RequestEnd(self._computed, scope, key, self.saves, self._keeping))

@@ -16,7 +16,8 @@ GUESSED_FLOPS = 25e9  # a second and thread: an ordinary core with 8-bit weights
 GUESSED_READ_BYTES = 200e6  # a second: between an SD card and a disk
 LEAST_ROWS = 64  # steps of fewer rows say little about a long prompt
 LEAST_READ_NBYTES = 256 * 1024  # shorter reads are mostly the cost of opening files
-LEAST_SECONDS = 0.25  # what can be computed in less is read: neither choice is felt
+LEAST_SECONDS = 0.25  # where neither choice takes longer, the hit is read: nobody feels the difference
+LEAST_LOSS = 0.05  # seconds by which reading must be slower than computing before a read is given up
 TRIAL = 0.03  # of the computing time: how long a read may go on before it is judged
 KEPT = 0.5  # weight of everything measured before, when something new is
 FORGIVING = 0.97  # factor on the remembered cost of reading after each refusal, so that a recovered disk is tried again
@@ -110,7 +111,7 @@ class Worth:
         number, why = len(pages), "estimated"
         if self._always:
             why = "as cache.load=always demands"
-        elif computing < LEAST_SECONDS:
+        elif max(computing, self.reading_seconds(nbytes)) < LEAST_SECONDS:
             why = "because it is short"
         elif not self._per_byte.is_measured:
             why = "because no read was measured yet"
@@ -126,11 +127,15 @@ class Worth:
         """Whether a read that has brought `nbytes` of `num_bytes` in `elapsed` seconds should be given up.
 
         Judged once it has taken `TRIAL` of the time that computing would: if the rest of it, at the speed so far, and
-        what must be computed afterwards take longer than computing everything, the loss is that small share.
+        what must be computed afterwards take longer than computing everything, the loss is that small share. A few
+        bytes say nothing of a disk until they have taken long.
         """
-        if self._always or choice.computing < LEAST_SECONDS or elapsed < TRIAL * choice.computing:
+        if self._always or elapsed < TRIAL * choice.computing:
             return False
-        return (num_bytes - nbytes) * elapsed > (choice.computing - choice.afterwards) * nbytes
+        if nbytes < LEAST_READ_NBYTES and elapsed < LEAST_SECONDS:
+            return False
+        gained = choice.computing - choice.afterwards + LEAST_LOSS
+        return (num_bytes - nbytes) * elapsed > gained * nbytes
 
 
 class _Rate:

@@ -27,6 +27,7 @@ MEASURES = {
     "save": Measure("measures.save", "what saving costs the first turn, answers meanwhile, and bytes a turn"),
     "prefill": Measure("measures.prefill", "prompt tokens a second, and where the time goes"),
     "decode": Measure("measures.decode", "answer tokens a second at several contexts, float32 and int8 KV"),
+    "attention": Measure("measures.attention", "the attention kernel beside onnxruntime's operator"),
     "peer": Measure(
         "measures.peer", "prefill, decode, restart beside llama.cpp (pip install 'kestrel[bench]')"
     ),
@@ -39,7 +40,7 @@ MEASURES = {
 
 def add_parser(commands: "Subparsers", shared: argparse.ArgumentParser) -> None:
     """Declare the command."""
-    listed = "\n".join(f"  {name:8} {measure.meaning}" for name, measure in MEASURES.items())
+    listed = "\n".join(f"  {name:9} {measure.meaning}" for name, measure in MEASURES.items())
     parser = add_command(
         commands,
         shared,

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING
 
 from kestrel.commands.parsers import add_command, suggest
@@ -24,22 +25,29 @@ def add_parser(commands: "Subparsers", shared: argparse.ArgumentParser) -> None:
         run,
         summary="check this machine: versions, kernels, exactness, store, disk",
         description="Check this machine: versions, CPU and kernels, whether results are exact, the store and the disk "
-        "below it. Exit code 1 if something fails.",
+        "below it. Exit code 1 if something fails. With --exact: compute a prompt in every way a server may come to "
+        "compute it, with both KV dtypes, and compare all bits.",
         examples="""
 doctor
+doctor --exact
 doctor --json
 doctor model.path=/models/Qwen3-0.6B-Q8_0.gguf cache.root=/data/kv
 """,
+    )
+    parser.add_argument(
+        "--exact", action="store_true", help="try every guarantee on this model and CPU (a minute)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace, config: Config) -> int:
     """Print one finding a line as it is made; exit code 1 if any of them is a failure."""
-    from kestrel.doctor import examine
+    from kestrel.doctor import examine, guarantees
 
     findings = []
     rest = examine(config, ignore_line)
+    if args.exact:
+        rest = itertools.chain(rest, guarantees(config))
     while True:
         with Working("checking"):
             finding = next(rest, None)

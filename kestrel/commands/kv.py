@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kestrel.commands import sharing
+from kestrel.commands import seed, sharing
 from kestrel.commands.listing import (
     KEY_DIGITS,
     ROW_HEAD,
@@ -121,6 +121,7 @@ kv find --json engine=int4 "Once upon a time"
         help="also free what DVC's cache holds of published pages that left the store and that the remote has",
     )
     sharing.add_parsers(kv, shared)
+    seed.add_parsers(kv, shared)
 
 
 def list_prefixes(args: argparse.Namespace, config: Config) -> int:

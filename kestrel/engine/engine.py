@@ -4,6 +4,7 @@ One step takes any mix of spans (a prefill chunk of one sequence, a decode row o
 each row the bits it would have had alone.
 """
 
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -72,8 +73,7 @@ class Engine:
         self.geometry = geometry
         self.context_tokens = context_tokens or geometry.context_tokens
         self.chunk_tokens = chunk_tokens
-        available = len(os.sched_getaffinity(0))
-        self.threads = min(threads or available, available)
+        self.threads = min(threads or _num_cores(), _num_cores())
         share_resources(self.threads)
         attention.use_threads(self.threads)
         layout = PageLayout(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, kv_dtype)
@@ -141,6 +141,12 @@ class Engine:
         logits = graphs.logits(step.picked, self.numerics.least_rows)
         self.seconds.head += clock() - t0
         return logits
+
+
+@functools.cache
+def _num_cores() -> int:
+    """Cores this process may use, counted once: the thread pools are made for good."""
+    return len(os.sched_getaffinity(0))
 
 
 class _Step:

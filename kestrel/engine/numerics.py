@@ -145,7 +145,10 @@ def _probe_attention(geometry: Geometry, kv_dtype: KvDtype) -> list[npt.NDArray[
     )
     qkv = _pattern((rows, (heads + 2) * dim))
     positions = np.arange(rows, dtype=np.int32)
-    norm = _pattern((dim,)) if geometry.qk_norm else np.zeros(0, np.float32)
+    norm = np.zeros(0, np.float32)
+    if geometry.qk_norm:
+        norm = _pattern((dim,))
+        norm.flags.writeable = False  # like the mapped weights, or the kernel would be compiled twice
     q = np.zeros((rows, heads, dim), np.float32)
     out = np.zeros((5, heads, dim), np.float32)
     places = np.stack([positions // 128, positions % 128], 1).astype(np.int32)

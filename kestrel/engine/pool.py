@@ -56,6 +56,7 @@ class PagePool:
         self.quantised = layout.kv_dtype == "int8"
         self.page_size = self.page_nbytes // self.kv.itemsize  # elements of kv from one page to the next
         self._lock = threading.RLock()  # the writer thread releases pages too; guards all of the below
+        self._offsets = [self._find_offsets(layer) for layer in range(layout.num_layers)]
         self._touching = _Toucher(self._bytes, self.page_nbytes, self.num_pages, touched_nbytes)
         self._references = [0] * self.num_pages
         self._never_used = iter(range(self.num_pages))
@@ -70,6 +71,9 @@ class PagePool:
 
         K and V in elements of `kv`, scales in elements of `scales` (0 when the pool holds float32).
         """
+        return self._offsets[layer]
+
+    def _find_offsets(self, layer: int) -> tuple[int, int, int, int]:
         at = layer * self.layout.layer_nbytes(self.page_tokens)
         offsets = {}
         for name, _, _, nbytes in self.layout.layer_tensors(layer, self.page_tokens):

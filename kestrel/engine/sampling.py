@@ -1,6 +1,7 @@
 """Choosing the next token: greedy or sampled, reproducible from a seed whatever else is being served."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +9,6 @@ import numpy.typing as npt
 
 from kestrel.engine.layers import Floats
 from kestrel.errors import RequestError
-from kestrel.identity import Tokens
 
 
 @dataclass(frozen=True)
@@ -71,18 +71,18 @@ class Sampler:
         seed = int.from_bytes(os.urandom(8)) if sampling.seed is None else sampling.seed % 2**64
         self._seed = seed
 
-    def pick(self, logits: Floats, seen: Tokens) -> tuple[int, TokenLogprob | None]:
+    def pick(self, logits: Floats, seen: Sequence[int]) -> tuple[int, TokenLogprob | None]:
         """Choose the token that follows `seen` (prompt and answer so far) from float32 logits [vocab_size]."""
         sampling = self.sampling
         scores = logits.astype(np.float64)
         if sampling.repetition_penalty != 1.0:
-            used = np.unique(seen)
+            used = np.unique(np.asarray(seen, np.int64))
             values = scores[used]
             scores[used] = np.where(
                 values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty
             )
         if sampling.presence_penalty or sampling.frequency_penalty:
-            answered, counts = np.unique(seen[self._num_prompt :], return_counts=True)
+            answered, counts = np.unique(np.asarray(seen[self._num_prompt :], np.int64), return_counts=True)
             scores[answered] -= sampling.presence_penalty + sampling.frequency_penalty * counts
         if sampling.temperature == 0:
             token = int(np.argmax(scores))

@@ -31,6 +31,7 @@ from kestrel.server.worker import EngineWorker, QueueLimits
 Log = Callable[[str], None]
 
 PROGRESS_SECONDS = 5.0  # between two lines about long work
+SWEEP_SECONDS = 20.0  # between two looks for what has expired
 PAGE = Path(__file__).parent / "page.html"
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -82,7 +83,9 @@ def create_app(runtime: Runtime, config: Config, journal: Journal, keys: Keyring
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         worker.start()
+        sweeping = asyncio.create_task(_sweep_regularly(runtime, journal))
         yield
+        sweeping.cancel()
         worker.close()
         await asyncio.to_thread(worker.join)
 
@@ -102,6 +105,23 @@ def create_app(runtime: Runtime, config: Config, journal: Journal, keys: Keyring
     app.include_router(kv_routes(site))
     _add_status_routes(app, site)
     return app
+
+
+async def _sweep_regularly(runtime: Runtime, journal: Journal) -> None:
+    """Remove what has expired; saving a page only makes the room that it needs. A fault is logged once."""
+    problem = None
+    while runtime.store is not None:
+        await asyncio.sleep(SWEEP_SECONDS)
+        try:
+            evictions = await asyncio.to_thread(runtime.store.sweep)
+            problem = None
+            if evictions:
+                nbytes = sum(eviction.nbytes for eviction in evictions)
+                journal.event("sweep", files=len(evictions), bytes=nbytes)
+        except StoreError as error:
+            if str(error) != problem:
+                journal.line(f"[KV-DISK] the store cannot be swept: {error}")
+            problem = str(error)
 
 
 def _add_status_routes(app: FastAPI, site: Site) -> None:

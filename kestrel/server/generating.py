@@ -155,6 +155,7 @@ def _requests(
         scope=site.scope_of(http),
         persist=body.kestrel.persist,
         pin=body.kestrel.pin,
+        ttl_seconds=body.kestrel.ttl_s,
     )
     seeds = [None if sampling.seed is None else sampling.seed + n for n in range(body.n or 1)]
     return [replace(base, sampling=replace(sampling, seed=seed)) for seed in seeds]

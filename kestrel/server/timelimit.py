@@ -31,18 +31,26 @@ def run_limited(work: Callable[[], T], seconds: float) -> T:
                     ctypes.c_ulong(thread), ctypes.py_object(_OutOfTime)
                 )
 
+    def finish() -> None:
+        with lock:
+            state["done"] = True
+        while state["struck"]:
+            pass  # the exception is on its way: it must strike here, not in the thread's next task
+
     timer = threading.Timer(seconds, strike)
     timer.daemon = True
-    timer.start()
     try:
+        timer.start()
         try:
             result = work()
-        finally:
-            with lock:
-                state["done"] = True
-            timer.cancel()
-            while state["struck"]:
-                pass  # the exception is on its way: it must strike here, not in the thread's next task
+        except _OutOfTime:
+            raise
+        except BaseException:
+            finish()
+            raise
+        finish()
         return result
     except _OutOfTime:
         raise TemplateError(f"the chat template took longer than {seconds:g} s on these messages") from None
+    finally:
+        timer.cancel()

@@ -26,6 +26,7 @@ class ToolCallReader:
     def __init__(self) -> None:
         self.num_calls = 0
         self._held = ""  # not decided yet: the beginning of a tag, or an open call
+        self._follows_call = False  # the line breaks after a call are no content
 
     def push(self, text: str) -> list[str | ToolCall]:
         """Take the next piece of text; return what is decided by now, in order."""
@@ -46,8 +47,7 @@ class ToolCallReader:
                 self._release(found, end + len(CLOSE))
             else:
                 self._held = self._held[end + len(CLOSE) :]
-                self.num_calls += 1
-                found.append(call)
+                self._add_call(found, call)
 
     def flush(self) -> list[str | ToolCall]:
         """The answer has ended: a call that only lacks its closing tag counts, anything else is text."""
@@ -56,15 +56,22 @@ class ToolCallReader:
             call = _parse(self._held[len(OPEN) :])
             if call is not None:
                 self._held = ""
-                self.num_calls += 1
-                found.append(call)
+                self._add_call(found, call)
         self._release(found, len(self._held))
         return found
 
     def _release(self, found: list[str | ToolCall], end: int) -> None:
         text, self._held = self._held[:end], self._held[end:]
-        if text and not (self.num_calls and not text.strip()):  # the line breaks between calls are no content
+        if self._follows_call:
+            text = text.lstrip()
+        if text:
+            self._follows_call = False
             found.append(text)
+
+    def _add_call(self, found: list[str | ToolCall], call: ToolCall) -> None:
+        self.num_calls += 1
+        self._follows_call = True
+        found.append(call)
 
 
 def _longest_overlap(text: str, tag: str) -> int:

@@ -118,6 +118,9 @@ class KestrelOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     persist: bool = Field(default=True, description="false: it is never written to disk by this request.")
+    ttl_s: float | None = Field(
+        default=None, gt=0, description="What it writes leaves the disk when it is unused for so many seconds."
+    )
     pin: bool = Field(
         default=False, description="true: it is never evicted, until unpinned (admin keys only)."
     )
@@ -126,6 +129,8 @@ class KestrelOptions(BaseModel):
     def _check_together(self) -> Self:
         if self.pin and not self.persist:
             raise invalid("pin needs persist: what is not saved cannot be kept")
+        if self.ttl_s is not None and not self.persist:
+            raise invalid("ttl_s needs persist: what is not saved cannot expire")
         return self
 
 

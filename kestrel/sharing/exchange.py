@@ -14,7 +14,7 @@ from pathlib import Path
 from kestrel.errors import ArtifactError, SharingError, StoreError
 from kestrel.identity import canonical_json
 from kestrel.sharing.listing import Listing
-from kestrel.sharing.mark import PREFIX_NAME, PublishedPage, write_mark
+from kestrel.sharing.mark import PREFIX_NAME, PublishedPage, read_mark, write_mark
 from kestrel.sharing.repository import Remote, Repository, file_md5, find_repository
 from kestrel.store.census import IDENTITY_NAME, LOCK_NAME
 from kestrel.store.files import FileTree, FolderLock, Holding
@@ -52,17 +52,18 @@ def publish(
     `pages` is a chain from position 0; `name` is given to its last page. A page that is published already keeps its
     mark, so doing it again changes nothing. Raises SharingError, StoreError or ArtifactError.
     """
+    if any("tenant" in store.load_identity(namespace) for namespace in {page.namespace for page in pages}):
+        raise SharingError("these pages belong to one tenant of a server; what a tenant keeps is not published")
     if name is not None and not PREFIX_NAME.fullmatch(name):
         raise SharingError(f"a published prefix has a name like {PREFIX_NAME.pattern}, found {name!r}")
     total = sum(page.nbytes for page in pages)
     done = moved = moved_bytes = present = 0
     problems: list[str] = []
-    listing = Listing(store.root).refresh()
     with store.protect([page.key for page in pages]):
         for page in pages:
             path = store.page_path(page.namespace, page.key)
             wanted_name = name if page is pages[-1] else None
-            mark = listing.find(page.namespace, page.key)
+            mark = _find_mark(path)
             wanted = (
                 None
                 if mark is None or wanted_name in (None, mark.prefix)
@@ -101,6 +102,17 @@ def publish(
             done += page.nbytes
             progress(done, total)
     return Outcome(moved, moved_bytes, present, tuple(problems))
+
+
+def _find_mark(path: Path) -> PublishedPage | None:
+    """The mark beside an artifact; None if there is none that can be read: publishing then writes it anew."""
+    mark_path = path.with_name(f"{path.name}.dvc")
+    if not os.path.lexists(mark_path):
+        return None
+    try:
+        return read_mark(mark_path)
+    except ArtifactError:
+        return None
 
 
 def push(

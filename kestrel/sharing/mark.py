@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,17 @@ import xxhash
 
 from kestrel.errors import ArtifactError
 from kestrel.identity import canonical_json
+from kestrel.store.artifact import parse_object
 
 MARK_SUFFIX = ".safetensors.dvc"
 MAX_MARK_NBYTES = 1 << 16
-META_VERSION = 1
+META_FORMAT = 1
 
 PREFIX_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _LINE = re.compile(r"[ -]*(?P<name>\w+): *(?P<value>.*)")
 _HEX = re.compile(r"[0-9a-f]{32}")
 _COUNT = re.compile(r"[0-9]{1,15}")
+_ARTIFACT = re.compile(r"[0-9a-f]{32}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -69,23 +72,30 @@ class PublishedPage:
 
 
 def encode_mark(page: PublishedPage) -> bytes:
-    """The mark of a page: YAML in the form DVC documents for `.dvc` files. Digests are quoted: YAML has numbers."""
+    """The mark of a page: YAML in the form DVC documents for `.dvc` files.
+
+    `meta` is one text, as what DVC takes to read a mark grows with the number of its YAML tokens. Digests are quoted,
+    as YAML would take some for numbers.
+    """
+    facts = {
+        "first": page.first,
+        "format": META_FORMAT,
+        "identity": page.identity,
+        "namespace": page.namespace.hex(),
+        "num_tokens": page.num_tokens,
+        "parent": page.parent.hex(),
+        "prefix": page.prefix,
+    }
     lines = [
         "outs:",
-        f"- md5: {_quoted(page.md5)}",
+        f"- md5: '{page.md5}'",
         f"  size: {page.nbytes}",
         "  hash: md5",
         f"  path: {page.path.name}",
         "meta:",
-        f"  kestrel: {META_VERSION}",
-        f"  namespace: {_quoted(page.namespace.hex())}",
-        f"  parent: {_quoted(page.parent.hex())}",
-        f"  first: {page.first}",
-        f"  num_tokens: {page.num_tokens}",
-        *([f"  prefix: {_quoted(page.prefix)}"] if page.prefix is not None else []),
-        f"  identity: {_quoted(page.identity_text)}",
+        f"  kestrel: {_quoted(canonical_json(facts).decode('ascii'))}",
     ]
-    return ("\n".join(lines) + "\n").encode("utf-8")
+    return ("\n".join(lines) + "\n").encode("ascii")
 
 
 def read_mark(path: Path) -> PublishedPage:
@@ -130,29 +140,35 @@ def _parse(path: Path, text: str) -> PublishedPage:
             if match["name"] in found:
                 raise ArtifactError(f"{path}: {match['name']} occurs twice; was a merge left unresolved?")
             found[match["name"]] = _unquoted(match["value"])
+    facts = parse_object(found.get("kestrel", ""), f"{path}: meta.kestrel")
+    if facts.get("format") != META_FORMAT:
+        raise ArtifactError(
+            f"{path}: expected meta of format {META_FORMAT}, found {str(facts.get('format'))[:40]}"
+        )
+    identity = facts.get("identity")
+    if not isinstance(identity, dict):
+        raise ArtifactError(f"{path}: identity must be an object; publish it again")
 
-    def take(name: str, form: re.Pattern[str]) -> str:
-        value = found.get(name, "")
-        if not form.fullmatch(value):
+    def take(name: str, form: re.Pattern[str], values: Mapping[str, Any] = found) -> str:
+        value = values.get(name)
+        if type(value) not in (str, int) or not form.fullmatch(str(value)):
             raise ArtifactError(
-                f"{path}: {name} must match {form.pattern}, found {value[:60]!r}; publish it again"
+                f"{path}: {name} must match {form.pattern}, found {str(value)[:60]!r}; publish it again"
             )
-        return value
+        return str(value)
 
-    if found.get("kestrel") != str(META_VERSION):
-        raise ArtifactError(f"{path}: expected meta of version {META_VERSION}, found {found.get('kestrel')}")
-    name = take("path", re.compile(r"[0-9a-f]{32}\.safetensors"))
+    name = take("path", _ARTIFACT)
     page = PublishedPage(
         path=path.with_name(name),
         md5=take("md5", _HEX),
         nbytes=int(take("size", _COUNT)),
-        namespace=bytes.fromhex(take("namespace", _HEX)),
+        namespace=bytes.fromhex(take("namespace", _HEX, facts)),
         key=bytes.fromhex(name[:32]),
-        parent=bytes.fromhex(take("parent", _HEX)),
-        first=int(take("first", _COUNT)),
-        num_tokens=int(take("num_tokens", _COUNT)),
-        prefix=take("prefix", PREFIX_NAME) if "prefix" in found else None,
-        identity_text=found.get("identity", ""),
+        parent=bytes.fromhex(take("parent", _HEX, facts)),
+        first=int(take("first", _COUNT, facts)),
+        num_tokens=int(take("num_tokens", _COUNT, facts)),
+        prefix=take("prefix", PREFIX_NAME, facts) if facts.get("prefix") is not None else None,
+        identity_text=_canonical(path, identity),
     )
     if path.name != f"{name}.dvc" or path.parent.name != name[:2]:
         raise ArtifactError(f"{path} describes {name}")
@@ -160,25 +176,18 @@ def _parse(path: Path, text: str) -> PublishedPage:
         raise ArtifactError(f"{path} describes a page of namespace {page.namespace.hex()}")
     if (page.first == 0) != (page.parent == page.namespace) or page.num_tokens < 1:
         raise ArtifactError(f"{path}: a page at position {page.first} cannot have parent {page.parent.hex()}")
-    _check_identity(path, page)
-    return page
-
-
-_checked: dict[bytes, str] = {}  # identities that hash to their namespace; all pages of one have the same
-
-
-def _check_identity(path: Path, page: PublishedPage) -> None:
-    if _checked.get(page.namespace) == page.identity_text:
-        return
-    try:
-        is_canonical = canonical_json(json.loads(page.identity_text)).decode("ascii") == page.identity_text
-    except (ValueError, RecursionError):
-        is_canonical = False
-    if not is_canonical or xxhash.xxh3_128_digest(page.identity_text.encode("ascii")) != page.namespace:
+    if xxhash.xxh3_128_digest(page.identity_text.encode("ascii")) != page.namespace:
         raise ArtifactError(
             f"{path}: identity is not that of namespace {page.namespace.hex()}; publish it again"
         )
-    _checked[page.namespace] = page.identity_text
+    return page
+
+
+def _canonical(path: Path, identity: dict[str, Any]) -> str:
+    try:
+        return canonical_json(identity).decode("ascii")
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{path}: identity is not plain JSON: {error}") from error
 
 
 def _quoted(text: str) -> str:

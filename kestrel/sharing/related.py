@@ -13,6 +13,7 @@ from kestrel.identity import Namespace
 from kestrel.sharing.listing import Listing
 from kestrel.store.artifact import parse_object
 from kestrel.store.census import IDENTITY_NAME, NAMESPACE_NAME
+from kestrel.store.files import READ_FLAGS
 
 MAX_IDENTITY_NBYTES = 1 << 20
 
@@ -59,7 +60,8 @@ class RelatedNamespaces:
         texts = {digest.hex()[:16]: page.identity_text.encode("ascii") for digest, page in published.items()}
         for name in names - texts.keys() - self._known.keys():
             try:
-                with open(self._root / name / IDENTITY_NAME, "rb") as file:
+                fd = os.open(self._root / name / IDENTITY_NAME, READ_FLAGS)
+                with open(fd, "rb") as file:
                     texts[name] = file.read(MAX_IDENTITY_NBYTES)
             except OSError:  # no identity, no relation; it may be written later
                 pass

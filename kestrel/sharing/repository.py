@@ -32,9 +32,14 @@ Progress = Callable[[int], None]  # called with bytes that have just been moved
 
 
 def find_repository(root: Path) -> Path | None:
-    """The folder of the DVC repository that a store's root is in, or None. Touches DVC not at all."""
+    """The folder of the DVC repository that a store's root is in, or None. Touches DVC not at all.
+
+    A folder that cannot be looked into is none.
+    """
     here = Path(os.path.abspath(root))
-    return next((folder for folder in (here, *here.parents) if (folder / ".dvc" / "config").is_file()), None)
+    return next(
+        (folder for folder in (here, *here.parents) if os.path.isfile(folder / ".dvc" / "config")), None
+    )
 
 
 def file_md5(path: Path) -> str:

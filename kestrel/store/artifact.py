@@ -9,6 +9,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,7 @@ from kestrel.store.layout import SAFETENSORS_DTYPES, KvDtype, PageLayout, Tensor
 
 ALIGNMENT = 64  # the payload starts on a cache line, so a mapped file can be read in place by vector code
 LENGTH_NBYTES = 8  # the little-endian u64 in front of the JSON
+PIECE_NBYTES = 1 << 17  # read at once while somebody watches the progress
 MAX_HEADER_NBYTES = 1 << 20  # 2,000 int8 layers fit; what a hostile length field can make a reader allocate
 MAX_DIMENSION = 1 << 24  # largest count a header may name: bounds every size worked out from it
 
@@ -137,17 +139,25 @@ def read_exactly(fd: int, nbytes: int, offset: int) -> bytes:
     return bytes(buffer)
 
 
-def read_into(fd: int, buffer: memoryview, offset: int) -> None:
-    """Fill a writable byte buffer from `offset`; ArtifactError if the file is too short or unreadable."""
+def read_into(
+    fd: int, buffer: memoryview, offset: int, progress: Callable[[int], None] | None = None
+) -> None:
+    """Fill a writable byte buffer from `offset`; ArtifactError if the file is too short or unreadable.
+
+    With `progress` the read goes by pieces, and it is called with the bytes of each; what it raises ends the read.
+    """
     done = 0
     while done < len(buffer):
+        end = len(buffer) if progress is None else min(len(buffer), done + PIECE_NBYTES)
         try:
-            count = os.preadv(fd, [buffer[done:]], offset + done)
+            count = os.preadv(fd, [buffer[done:end]], offset + done)
         except OSError as error:
             raise ArtifactError(f"read of {len(buffer)} bytes at {offset} failed: {error}") from error
         if count == 0:
             raise ArtifactError(f"expected {len(buffer)} bytes at {offset}, the file ends after {done}")
         done += count
+        if progress is not None:
+            progress(count)
 
 
 def parse_object(text: bytes | str, what: str) -> dict[str, Any]:
@@ -266,6 +276,7 @@ class OpenPage:
         """Take over `fd` and check the header; on ArtifactError `fd` is closed. `path` is for messages only."""
         self.fd = fd
         self.path = path
+        self.progress: Callable[[int], None] | None = None  # see read_into; may be changed at any time
         try:
             self.header, self.layout, self.tokens, self.payload_start = read_header(fd, layout)
         except ArtifactError as error:
@@ -296,7 +307,7 @@ class OpenPage:
             )
         view = view.cast("B")
         try:
-            read_into(self.fd, view, self.payload_start + layer * self.layer_nbytes)
+            read_into(self.fd, view, self.payload_start + layer * self.layer_nbytes, self.progress)
         except ArtifactError as error:
             raise ArtifactError(f"{self.path}: layer {layer}: {error}") from error
         expected, found = self.header.layer_digests[layer], xxhash.xxh3_128_hexdigest(view)

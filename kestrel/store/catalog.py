@@ -21,7 +21,7 @@ from kestrel.identity import Tokens
 
 CATALOG_NAME = "catalog.sqlite3"
 CATALOG_FILES = (CATALOG_NAME, f"{CATALOG_NAME}-wal", f"{CATALOG_NAME}-shm")
-VERSION = 2  # of the tables below; another version is rebuilt from the artifacts
+VERSION = 3  # of the tables below; another version is rebuilt from the artifacts
 APPLICATION_ID = 0x4B535452  # "KSTR"
 BUSY_SECONDS = 5.0
 
@@ -62,6 +62,10 @@ CREATE TABLE uses (             -- small rows of their own: a hit on 32 pages re
     num_children INTEGER NOT NULL
 );
 CREATE INDEX leaves ON uses (turn) WHERE num_children = 0 AND pinned = 0;
+CREATE TABLE ttls (             -- pages with a time to live of their own
+    page INTEGER PRIMARY KEY,
+    seconds REAL NOT NULL       -- without use
+);
 CREATE TABLE totals (nbytes INTEGER NOT NULL, files INTEGER NOT NULL, tokens INTEGER NOT NULL, turn INTEGER NOT NULL);
 INSERT INTO totals VALUES (0, 0, 0, 0);
 CREATE TABLE written (hour INTEGER NOT NULL, nbytes INTEGER NOT NULL); -- bytes written in the last such hour
@@ -75,7 +79,7 @@ ROW_COLUMNS = (
     "id, namespace, key, parent, first, num_tokens, nbytes,"
     " created, last_used, turn, hits, num_children, pinned"
 )
-ROWS = f"SELECT {ROW_COLUMNS} FROM pages JOIN uses ON page = id"
+ROWS = f"SELECT {ROW_COLUMNS} FROM pages JOIN uses ON uses.page = id"
 STORED_COLUMNS = "id, key, parent, first, num_tokens, nbytes, num_children, tokens"
 STORED = f"SELECT {STORED_COLUMNS} FROM pages JOIN uses ON page = id"
 
@@ -199,6 +203,17 @@ def create_catalog(root: Path) -> None:
         connection.close()
 
 
+class CatalogConnection(sqlite3.Connection):
+    """A connection that calls a catalog damaged when what SQLite says of it is no text."""
+
+    def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
+        """SQLite quotes a damaged schema in its message; Python fails to decode that before it can raise it."""
+        try:
+            return super().execute(sql, parameters)
+        except UnicodeDecodeError as error:
+            raise CatalogDamaged(f"SQLite's message about it cannot be decoded: {error.object!r}") from error
+
+
 def connect(path: Path) -> sqlite3.Connection:
     """A connection in autocommit mode to an existing database, usable from any thread under a lock."""
     connection = sqlite3.connect(
@@ -207,6 +222,7 @@ def connect(path: Path) -> sqlite3.Connection:
         timeout=BUSY_SECONDS,
         isolation_level=None,
         check_same_thread=False,
+        factory=CatalogConnection,
     )
     try:
         # A power cut may lose the last transactions (the next start finds those files) but corrupts nothing.
@@ -364,10 +380,16 @@ class Catalog:
         )
         return [page_row(row) for row in found]
 
-    def expired_leaves(self, before: float) -> list[PageRow]:
-        """Unpinned pages without children last used before a time."""
-        found = self.read(f"{ROWS} WHERE num_children = 0 AND pinned = 0 AND last_used < ?", (before,))
+    def expired_leaves(self, before: float, now: float) -> list[PageRow]:
+        """Unpinned pages without children last used before a time, or longer ago than their own time to live."""
+        leaves = f"{ROWS} LEFT JOIN ttls ON ttls.page = id WHERE num_children = 0 AND pinned = 0"
+        found = self.read(f"{leaves} AND (last_used < ? OR last_used + seconds < ?)", (before, now))
         return [page_row(row) for row in found]
+
+    def is_expired(self, page: PageRow, before: float, now: float) -> bool:
+        """Whether a page was last used before a time, or longer ago than its own time to live."""
+        found = self.read("SELECT seconds FROM ttls WHERE page = ?", (page.id,))
+        return page.last_used < before or bool(found and page.last_used + found[0][0] < now)
 
     def names(self) -> list[tuple[bytes, bytes]]:
         """(namespace, key) of every page."""
@@ -443,6 +465,7 @@ class Catalog:
         if found is None or (only_leaf and found != (0, 0)):
             return False
         self.writer.execute("DELETE FROM uses WHERE page = ?", (page.id,))
+        self.writer.execute("DELETE FROM ttls WHERE page = ?", (page.id,))
         self.writer.execute("DELETE FROM pages WHERE id = ?", (page.id,))
         self.writer.execute(
             "UPDATE totals SET nbytes = nbytes - ?, files = files - 1, tokens = tokens - ?",
@@ -480,6 +503,20 @@ class Catalog:
                         "UPDATE uses SET pinned = ? WHERE page IN (SELECT id FROM pages WHERE key = ?)",
                         (int(pinned), key),
                     ).rowcount
+        return found
+
+    def set_ttl(self, keys: Sequence[bytes], seconds: float | None) -> int:
+        """Give pages a time to live without use, or take it away; returns how many of the keys are there."""
+        found = 0
+        for start in range(0, len(keys), TOUCHES_PER_TRANSACTION):
+            with self.transaction() as writer:
+                for key in keys[start : start + TOUCHES_PER_TRANSACTION]:
+                    ids = [row[0] for row in writer.execute("SELECT id FROM pages WHERE key = ?", (key,))]
+                    for page in ids:
+                        writer.execute("DELETE FROM ttls WHERE page = ?", (page,))
+                        if seconds is not None:
+                            writer.execute("INSERT INTO ttls VALUES (?, ?)", (page, seconds))
+                    found += len(ids)
         return found
 
     def order_by_last_use(self) -> None:

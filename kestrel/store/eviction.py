@@ -104,20 +104,19 @@ class ExitOrder:
         self.num_children: dict[int, int] = {}  # of parents that lost some
         self.uncovered: list[tuple[int, int, PageRow]] = []  # heap of parents that lost all
 
-    def pages(self, expired_before: float | None) -> Iterator[tuple[PageRow, Reason]]:
-        """The sequence; nothing expires if `expired_before` is None."""
-        if expired_before is not None:
-            expired = self.catalog.expired_leaves(expired_before)
-            expired.sort(key=lambda page: (page.turn, page.id))
-            fresh = []  # uncovered, but not expired: their time comes with the least recently used
-            for page in self.in_turn(iter(expired)):
-                if page.last_used < expired_before:
-                    yield page, "expired"
-                    self.leave(page)
-                else:
-                    fresh.append(page)
-            for page in fresh:
-                self.uncover(page)
+    def pages(self, expired_before: float, now: float) -> Iterator[tuple[PageRow, Reason]]:
+        """The sequence; expired are pages last used before the first time, and those whose own time is over `now`."""
+        expired = self.catalog.expired_leaves(expired_before, now)
+        expired.sort(key=lambda page: (page.turn, page.id))
+        fresh = []  # uncovered, but not expired: their time comes with the least recently used
+        for page in self.in_turn(iter(expired)):
+            if self.catalog.is_expired(page, expired_before, now):
+                yield page, "expired"
+                self.leave(page)
+            else:
+                fresh.append(page)
+        for page in fresh:
+            self.uncover(page)
         for page in self.in_turn(leaves_by_turn(self.catalog)):
             yield page, "least recently used"
             self.leave(page)

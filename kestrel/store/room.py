@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from math import inf
 from time import time
 
 from kestrel.errors import StoreError
@@ -115,8 +116,9 @@ class Room:
                 return True
             return shortage.is_of_disk_only() and self.num_links(page) > 1
 
-        expired_before = None if self.limits.ttl_seconds is None else time() - self.limits.ttl_seconds
-        for page, reason in ExitOrder(catalog, is_kept).pages(expired_before):
+        now = time()
+        expired_before = -inf if self.limits.ttl_seconds is None else now - self.limits.ttl_seconds
+        for page, reason in ExitOrder(catalog, is_kept).pages(expired_before, now):
             if not shortage.is_over() and not (all_expired and reason == "expired"):
                 break
             plan.append(self.eviction(page, reason))

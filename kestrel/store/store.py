@@ -27,6 +27,7 @@ from kestrel.identity import Namespace, Tokens, as_tokens, canonical_json, page_
 from kestrel.identity import prefix_sha256 as sha256_of
 from kestrel.store.artifact import HEX_SHA256, OpenPage, PageHeader, encode_header, parse_object, read_exactly
 from kestrel.store.catalog import (
+    CATALOG_FILES,
     CATALOG_NAME,
     Catalog,
     CatalogDamaged,
@@ -130,10 +131,15 @@ class Store:
     # Opening
 
     def open(self) -> "Store":
-        """Create the root if needed, remove leftovers of killed processes, bring the catalog up to date."""
+        """Create the root if needed, remove leftovers of killed processes, bring the catalog up to date.
+
+        After a StoreError it counts as open all the same: the next call tries afresh.
+        """
         self._is_closed = False
         try:
             totals = self._ask(Catalog.totals)
+        except StoreError:
+            raise
         except BaseException:
             self.close()
             raise
@@ -208,6 +214,9 @@ class Store:
         level = logging.INFO if is_new else logging.WARNING
         log.log(level, "making the catalog of %s from its artifacts: %s", self.root, error)
         try:
+            for name in CATALOG_FILES:
+                if (self.root / name).is_dir() and not (self.root / name).is_symlink():
+                    self._inventory.move_to_quarantine((name,), "it is a folder in the place of the catalog")
             create_catalog(self.root)
         except sqlite3.Error as failure:
             raise StoreError(f"cannot make a catalog in {self.root}: {failure}") from failure
@@ -474,6 +483,14 @@ class Store:
         """Let these pages be evicted again; returns how many of them are stored."""
         wanted = list(keys)
         return self._ask(lambda catalog: catalog.set_pinned(wanted, False))
+
+    def expire(self, keys: Iterable[bytes], seconds: float | None) -> int:
+        """Let these pages leave with the next `sweep` once they are unused for so long, whatever the limits say.
+
+        None takes that away. Returns how many of the keys are stored. Lives in the catalog, like a pin.
+        """
+        wanted = list(keys)
+        return self._ask(lambda catalog: catalog.set_ttl(wanted, seconds))
 
     def protect(self, keys: Iterable[bytes]) -> AbstractContextManager[None]:
         """Keep this process from evicting these pages, and thereby their ancestors, inside a `with` block.

@@ -67,7 +67,9 @@ def attend(kv_dtype: str, dim: int, group: int, context: int = 1300) -> str:
             )  # fmt: skip
             several.append(out)
         if several[0].tobytes() != several[1].tobytes():
-            raise SystemExit(f"attention of {rows} rows, {kv_dtype}: 1 and {THREADS} threads give different bits")
+            raise SystemExit(
+                f"attention of {rows} rows, {kv_dtype}: 1 and {THREADS} threads give different bits"
+            )
         outs.append(out)
     if any(a[-1].tobytes() != outs[-1][-1].tobytes() for a in outs[-5:]):
         raise SystemExit(f"attention, {kv_dtype}: the last row depends on the number of rows")

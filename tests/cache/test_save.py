@@ -108,7 +108,7 @@ def test_a_page_that_is_there_already_does_not_count_as_recovery(boot: Boot) -> 
     assert len([line for line in runtime.lines if "no space left" in line]) == 1
     runtime.store.publish = publish
     logits_bits(runtime, tokens_of(130, seed=12))
-    recovered = [line for line in runtime.lines if "works again" in line]
+    recovered = [line for line in runtime.lines if "the store works again: saving" in line]
     assert recovered == [
         f"[KV-DISK] the store works again: saving; {runtime.writer.num_dropped} page(s) were not saved meanwhile"
     ]
@@ -120,7 +120,7 @@ def test_a_spent_write_budget_is_said_once_and_answers_stay_right(boot: Boot) ->
     assert logits_bits(runtime, PROMPT)[0] == bits
     logits_bits(runtime, tokens_of(300, seed=8))
     assert len([line for line in runtime.lines if "write_bytes_per_hour=100,000" in line]) == 1
-    assert runtime.writer.num_dropped == runtime.store.stats()["refused_pages"] > 0
+    assert runtime.writer.num_dropped >= runtime.store.stats()["refused_pages"] > 0
     assert runtime.writer.bytes_written <= 100_000
 
 

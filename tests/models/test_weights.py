@@ -16,11 +16,14 @@ from safetensors.numpy import load_file
 
 from kestrel.errors import ModelError
 from kestrel.models import weights as weights_module
+from kestrel.models.adapter import AdaptedCheckpoint
 from kestrel.models.checkpoint import Bytes, Checkpoint, Floats, open_checkpoint
+from kestrel.models.geometry import Experts
 from kestrel.models.quantisation import dequantise, quantise
 from kestrel.models.random import RandomCheckpoint
 from kestrel.models.weights import Linear, Weights, load_weights
 from tests.models.gguf_writing import write_gguf
+from tests.models.lora import write_adapter
 from tests.models.tiny import GEOMETRY, TINY, TINY_NAMES, random_checkpoint
 
 RECIPES = ["int8", "int4", "float32"]
@@ -327,3 +330,37 @@ class Changed(RandomCheckpoint):
 
     def blocks(self, name: str, bits: int, first: int, end: int) -> tuple[Bytes, Floats] | None:
         return None
+
+
+class Watched:
+    """A checkpoint that notes the largest piece that is asked of it."""
+
+    def __init__(self, source: Checkpoint) -> None:
+        self.source = source
+        self.most_numbers = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+    def rows(self, name: str, first: int, end: int) -> Floats:
+        rows = self.source.rows(name, first, end)
+        self.most_numbers = max(self.most_numbers, rows.size)
+        return rows
+
+    def tensor(self, name: str) -> Floats:
+        tensor = self.source.tensor(name)
+        self.most_numbers = max(self.most_numbers, tensor.size)
+        return tensor
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_conversion_asks_for_a_few_rows_at_a_time(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_module, "CHUNK_NUMBERS", 1000)
+    mixture = random_checkpoint(architecture="qwen3moe", experts=Experts(5, 2, True))
+    for source in (random_checkpoint(), mixture):
+        adapted = AdaptedCheckpoint(source, write_adapter(tmp_path / source.geometry.architecture, source))
+        watched = Watched(adapted)
+        load_weights(watched, recipe, tmp_path, log=quiet)  # type: ignore[arg-type]
+        assert 0 < watched.most_numbers <= 1000

@@ -18,6 +18,7 @@ WHAT_GIT_HOLDS = (
     ".dvc/.gitignore",
     ".dvcignore",
     "artifacts/.gitignore",
+    "artifacts/prompts",
     "conf",
     "dvc.yaml",
     "kestrel",
@@ -45,6 +46,16 @@ declared:
     qkv_bias: false
     qk_norm: false
     tied_head: true
+"""
+TINY_PREFIXES = """\
+house:
+  text: Every person lives in a house of their own, and every house has a number that is never given twice.
+  file: null
+  role: null
+cats:
+  text: There are cats in some of the houses. A cat has no number, but it may have a name, and often it has several.
+  file: null
+  role: null
 """
 
 
@@ -93,8 +104,10 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
         else:
             shutil.copyfile(source, target)
     (root / "conf/model/tiny.yaml").write_text(TINY_MODEL)
+    (root / "conf/prefixes/tiny.yaml").write_text(TINY_PREFIXES)
     (root / "params.yaml").write_text(
-        "models: [tiny]\ncontexts: [500]\nengine: int8\ncache: default\noverrides: bench.answer_tokens=8\n"
+        "models: [tiny]\ncontexts: [500]\nprefixes: [tiny]\nengine: int8\ncache: default\n"
+        "overrides: bench.answer_tokens=8\n"
     )
     clone = Clone(root)
     clone.run("git", "init", "--quiet")
@@ -121,26 +134,54 @@ def test_the_experiment_ran(clone: Clone) -> None:
     assert second["tokens"][:500] == first["tokens"]
     assert cell["restored"]["cached_tokens"] == len(second["tokens"]) - len(first["follow_up"])
     assert cell["restored"]["bytes_read"] > 0 and pages["paths"]
-    for name in ("report.md", "report.png", "metrics.json", "calibers.csv"):
+    for name in ("report.html", "report.md", "report.png", "metrics.json", "calibers.csv"):
         assert (clone.root / "artifacts/bench" / name).stat().st_size > 0
 
 
-def test_the_user_s_store_is_not_touched(clone: Clone) -> None:
-    assert not (clone.root / "artifacts/kv").exists()
+def prepared(clone: Clone) -> dict[str, list[Path]]:
+    """The artifacts of each prefix, as the stage lists them."""
+    record = json.loads((clone.root / "artifacts/prefixes/tiny-tiny.json").read_text())
+    store = clone.root / "artifacts/kv" / record["namespace"][:16]
+    assert record["identity"]["model"]["num_layers"] == 2 and record["model"] == "tiny"
+    return {
+        prefix["name"]: [store / key[:2] / f"{key}.safetensors" for key in prefix["keys"]]
+        for prefix in record["prefixes"]
+    }
+
+
+def test_the_user_s_store_holds_the_prefixes_and_nothing_else(clone: Clone) -> None:
+    pages = [page for pages in prepared(clone).values() for page in pages]
+    assert set(pages) == set((clone.root / "artifacts/kv").glob("*/*/*.safetensors"))
+
+
+def test_only_what_is_missing_of_the_prefixes_is_computed(clone: Clone) -> None:
+    before = prepared(clone)
+    kept = {page: page.stat().st_mtime_ns for page in before["house"]}
+    for page in before["cats"]:
+        page.unlink()
+    said = clone.run("dvc", "repro", "--force", "--single-item", "prefixes@tiny-tiny")
+    assert re.search(r"house: (\d+) tokens, 0 of them computed now", said)
+    assert re.search(r"cats: (\d+) tokens, \1 of them computed now", said)
+    assert prepared(clone) == before and all(page.is_file() for pages in before.values() for page in pages)
+    assert kept == {page: page.stat().st_mtime_ns for page in before["house"]}
 
 
 def test_nothing_is_done_twice_and_git_sees_only_results(clone: Clone) -> None:
     assert changed_stages(clone) == set()
     new = clone.run("git", "status", "--porcelain", "--untracked-files=all").splitlines()
-    results = ("calibers.csv", "metrics.json", "report.json", "report.md", "report.png")
+    results = ("calibers.csv", "metrics.json", "report.html", "report.json", "report.md", "report.png")
     untracked = {line[3:] for line in new if line.startswith("??")}
-    assert untracked == {"dvc.lock", *(f"artifacts/bench/{name}" for name in results)}
+    lists = {"artifacts/prefixes/tiny-tiny.json"}
+    assert untracked == {"dvc.lock", *(f"artifacts/bench/{name}" for name in results), *lists}
 
 
 @pytest.mark.parametrize(
     ("name", "old", "new", "stages"),
     (
-        ("conf/cache/default.yaml", "page_tokens: 256", "page_tokens: 128", {"snapshot", "restore"}),
+        ("conf/cache/default.yaml", "page_tokens: 256", "page_tokens: 128", {"snapshot", "restore", "prefixes"}),
+        ("conf/prefixes/tiny.yaml", "Every person", "Each person", {"prefixes"}),
+        ("conf/prefixes/assistant.yaml", "briefly", "shortly", set()),
+        ("artifacts/prompts/kestrel.md", "one page", "a page", {"prefixes"}),
         ("conf/cache/board.yaml", "page_tokens: 256", "page_tokens: 128", set()),
         ("conf/cache/off.yaml", "page_tokens: 256", "page_tokens: 128", {"control"}),
         ("conf/engine/int8.yaml", "threads: null", "threads: 1", {"snapshot", "restore", "control"}),
@@ -155,11 +196,11 @@ def test_nothing_is_done_twice_and_git_sees_only_results(clone: Clone) -> None:
             "conf/model/tiny.yaml",
             "random_seed: 7",
             "random_seed: 8",
-            {"model", "prompts", "snapshot", "restore", "control"},
+            {"model", "prompts", "snapshot", "restore", "control", "prefixes"},
         ),
         ("conf/server/default.yaml", "max_queue: 32", "max_queue: 3", set()),
         ("params.yaml", "overrides: bench.answer_tokens=8", "overrides: bench.answer_tokens=9", {
-            "model", "prompts", "snapshot", "restore", "control",
+            "model", "prompts", "snapshot", "restore", "control", "prefixes",
         }),
         ("kestrel/bench/chart.py", '"restored"', "'restored'", {"report"}),
     ),

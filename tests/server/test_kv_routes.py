@@ -100,6 +100,18 @@ def test_a_request_can_pin_what_it_computes(kv_server: Any) -> None:
     assert page["key"] == answer["kestrel"]["key"]
 
 
+def test_what_a_request_saves_can_expire(start_server: Any, tiny_words: tuple[str, ...]) -> None:
+    sweeping = "import sys, kestrel.server.app as app, kestrel.config as config; app.SWEEP_SECONDS = 0.2; "
+    program = ("-c", sweeping + "app.serve(config.load_config(sys.argv[1:]))")
+    server = start_server(*tiny_words, "cache.page_tokens=128", program=program)
+    stays = complete(server, tokens_of(200, 20))
+    complete(server, tokens_of(250, 21), ttl_s=0.5)
+    server.wait_for("kestrel: sweep files=2")
+    assert server.http.get("/v1/kv").json()["total"] == 2
+    assert find(server, prompt=tokens_of(250, 21))["stored_tokens"] == 0
+    assert stays["kestrel"]["key"] in {page["key"] for page in server.http.get("/v1/kv").json()["data"]}
+
+
 def test_purging_a_session_forgets_it_and_nothing_else(kv_server: Any) -> None:
     common = tokens_of(128, 9)
     mine, other = common + tokens_of(150, 10), common + tokens_of(150, 11)
@@ -108,9 +120,11 @@ def test_purging_a_session_forgets_it_and_nothing_else(kv_server: Any) -> None:
     longer = complete(kv_server, mine + tokens_of(90, 12))
     wait_saved(kv_server, 369)
     purged = kv_server.http.post("/v1/kv/purge", json={"key": first["kestrel"]["key"]}).json()
-    assert (
-        purged["changed"] == 0
-    )  # its last page is part of a longer one now: the key of the latest answer counts
+    assert purged == {
+        "changed": 1,
+        "kept": 0,
+    }  # the page with its answer; what the longer one continues stays
+    assert find(kv_server, prompt=mine)["computed_tokens"] == 1
     purged = kv_server.http.post("/v1/kv/purge", json={"key": longer["kestrel"]["key"]}).json()
     assert purged["changed"] >= 2 and purged["kept"] == 0
     found = find(kv_server, prompt=mine)

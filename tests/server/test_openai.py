@@ -285,13 +285,11 @@ def test_several_choices_are_the_answers_of_single_requests(server: Any) -> None
 
 
 def test_penalties_change_the_answer(server: Any) -> None:
-    prompt = "a a a a a a a a a a"
-    plain = complete(server, prompt, 16).choices[0].text
-    assert plain.count(" a") > 8
-    for penalty in ("presence_penalty", "frequency_penalty"):
-        text = complete(server, prompt, 16, **{penalty: 2.0}).choices[0].text
-        assert text != plain
-    assert complete(server, prompt, 16, frequency_penalty=0.0).choices[0].text == plain
+    repeating = "1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2,"
+    for prompt, penalty in ((repeating, "frequency_penalty"), (PROMPT, "presence_penalty")):
+        plain = complete(server, prompt, 40).choices[0].text
+        assert complete(server, prompt, 40, **{penalty: 2.0}).choices[0].text != plain
+        assert complete(server, prompt, 40, **{penalty: 0.0}).choices[0].text == plain
 
 
 def test_max_completion_tokens(server: Any) -> None:

@@ -9,7 +9,8 @@ from kestrel.errors import TemplateError
 from kestrel.models.chat import ChatTemplate
 from kestrel.server.timelimit import run_limited
 
-ENDLESS = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
+LOOP = "{% for a in range(9999) %}"
+ENDLESS = LOOP * 3 + "{% endfor %}" * 3
 
 
 def test_an_endless_template_is_ended() -> None:

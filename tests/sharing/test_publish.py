@@ -110,9 +110,10 @@ def test_a_mark_survives_being_rewritten_by_dvc_and_refuses_what_does_not_fit(
         (page.namespace.hex(), page.parent.hex()),
         ('"num_layers":2', '"num_layers":3'),
         (f"size: {page.nbytes}", "size: -1"),
-        (f"first: {page.first}", "first: 0"),
+        (f'"first":{page.first}', '"first":0'),
         ("outs:", "<<<<<<< ours\nouts:\n- md5: 'x'"),
-        ("kestrel: 1", "kestrel: 2"),
+        ('"format":1,"identity"', '"format":2,"identity"'),
+        ("kestrel: '", "kestrel: '["),
     ):
         text = encode_mark(page).decode()
         assert old in text

@@ -302,3 +302,24 @@ def test_eviction_takes_time_by_what_leaves_not_by_what_is_stored(root: Path) ->
         catalog.reader.set_trace_callback(None)
         assert store.usage().files == 300
         assert len(statements) < 12
+
+
+def test_pages_with_a_time_to_live_of_their_own_leave_when_it_is_over(root: Path) -> None:
+    store = open_store(root)
+    sessions = [session(number) for number in range(3)]
+    for tokens in sessions:
+        publish(store, tokens, 16)
+    before = stored(store)
+    last = {row.key for row in store.list_pages()[:2]}  # the chain of the last session, 2 pages of 16
+    assert store.expire(last, 0.05) == 2
+    assert store.expire([b"x" * 16], 1.0) == 0
+    assert store.sweep() == []
+    time.sleep(0.1)
+    assert {eviction.key for eviction in store.sweep()} == last
+    assert stored(store) == before - last
+    kept = {row.key for row in store.list_pages()[:2]}
+    store.expire(kept, 0.01)
+    store.expire(kept, None)
+    time.sleep(0.05)
+    assert store.sweep() == []
+    store.close()

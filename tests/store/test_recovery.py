@@ -512,3 +512,41 @@ def test_a_different_file_under_the_same_key_is_kept(store: Store, root: Path) -
     assert restore(store, tokens) == 0  # its digests are wrong, so it goes as soon as it is read
     publish(store, tokens)
     assert restore(store, tokens) == 3
+
+
+def test_a_store_that_could_not_be_opened_is_used_once_it_can(root: Path) -> None:
+    root.parent.mkdir(exist_ok=True)
+    root.write_text("in the way")
+    store = Store(root, Limits())
+    with pytest.raises(StoreError):
+        store.open()
+    with pytest.raises(StoreError):
+        publish(store, TOKENS)
+    root.unlink()
+    publish(store, TOKENS)
+    assert restore(store, TOKENS) == len(TOKENS)
+    store.close()
+    with pytest.raises(StoreError, match="closed"):
+        store.usage()
+
+
+def test_a_schema_that_is_no_text_is_damage_of_the_catalog(store: Store, root: Path) -> None:
+    """SQLite quotes it in its message, which Python cannot decode."""
+    publish(store, TOKENS)
+    store.close()
+    catalog = root / "catalog.sqlite3"
+    content = catalog.read_bytes()
+    assert b"CREATE TABLE pages" in content
+    catalog.write_bytes(content.replace(b"CREATE TABLE pages (", b"CREATE TABLE pages \xc5\xc5"[:20]))
+    with Store(root, Limits()) as again:
+        assert restore(again, TOKENS) == len(TOKENS)
+
+
+def test_a_folder_in_the_place_of_the_catalog_is_put_aside(store: Store, root: Path) -> None:
+    publish(store, TOKENS)
+    catalog = root / "catalog.sqlite3"
+    catalog.unlink()
+    catalog.mkdir()
+    (catalog / "precious").write_text("not the store's")
+    assert restore(store, TOKENS) == len(TOKENS)
+    assert [path.read_text() for path in root.rglob("precious")] == ["not the store's"]

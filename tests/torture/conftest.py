@@ -6,6 +6,7 @@
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ LONG = os.environ.get("KESTREL_TORTURE") == "long"
 
 
 @pytest.fixture(scope="session")
-def scale() -> Callable[[int, int], int]:
+def scale() -> Callable[[float, float], Any]:
     """scale(short, long): whichever this run is for."""
     return lambda short, long: long if LONG else short
 
@@ -52,5 +53,7 @@ def nursery(words: tuple[str, ...], talks: list[list[Turn]]) -> Iterator[Nursery
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where a test's servers run; their store is <folder>/artifacts/kv."""
+    """Where a test's servers run: a repository, as far as a server looks; their store is <folder>/artifacts/kv."""
+    (tmp_path / ".dvc").mkdir()
+    (tmp_path / ".dvc" / "config").write_text("")
     return tmp_path

@@ -42,7 +42,12 @@ class Server:
         """Return when the log holds `text`; fail with the log when the process ends or the time is over."""
         until = time.monotonic() + seconds
         while text not in self.log:
-            assert self.exit_code(0) is None and time.monotonic() < until, f"no {text!r} in:\n{self.log}"
+            ended = self.exit_code(0)
+            if ended is None and time.monotonic() > until:
+                self.send(signal.SIGUSR1)
+                time.sleep(1)
+                raise AssertionError(f"no {text!r} for {seconds:.0f} s in:\n{self.log}")
+            assert ended is None, f"ended with {ended}, no {text!r} in:\n{self.log}"
             time.sleep(0.01)
 
     def send(self, number: signal.Signals) -> None:
@@ -109,8 +114,11 @@ class Nursery:
         self._reader.join()
         self._process.stdout.close()
 
-    def start(self, folder: Path, *words: str, wait: bool = True) -> Server:
-        """Start a server in a folder; returns when it listens, or at once without `wait`."""
+    def start(self, folder: Path, *words: str, wait: bool = True, spell: str = "") -> Server:
+        """Start a server in a folder; returns when it listens, or at once without `wait`.
+
+        spell: Python code run in the new process first.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         port = free_port()
         log_path = folder / f"server-{port}-{time.monotonic_ns()}.log"
@@ -118,6 +126,7 @@ class Nursery:
             "words": [*self.words, f"server.port={port}", *words],
             "folder": str(folder),
             "log": str(log_path),
+            "spell": spell,
         }
         assert self._process.stdin is not None
         with self._changed:

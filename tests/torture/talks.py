@@ -21,6 +21,14 @@ class WrongAnswer(AssertionError):
     """A server answered something else than a lone run does."""
 
 
+class Refused(Exception):
+    """A server took no more requests: busy (429) or stopping (503)."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"status {status}: {text}")
+        self.status = status
+
+
 @dataclass
 class Answer:
     """What a client sees of an answer, bit for bit: JSON carries every bit of a float64."""
@@ -137,7 +145,7 @@ def numbers(rng: random.Random, count: int) -> list[int]:
 def ask(client: httpx.Client, url: str, turn: Turn, stream: bool) -> dict[str, Any] | None:
     """Send one request and check its answer; the `kestrel` statistics, or None if the server died under it.
 
-    What had arrived of a stream by then is checked too. Raises WrongAnswer.
+    What had arrived of a stream by then is checked too. Raises WrongAnswer, Refused.
     """
     answer, stats = Answer(), None
     try:
@@ -176,6 +184,8 @@ def events_of(client: httpx.Client, url: str, body: dict[str, Any]) -> Iterator[
 
 
 def check_status(reply: httpx.Response) -> None:
-    """Fail unless the answer is 200."""
+    """Fail unless the answer is 200; Refused if the server may say no."""
+    if reply.status_code in (429, 503):
+        raise Refused(reply.status_code, reply.text)
     if reply.status_code != 200:
         raise WrongAnswer(f"status {reply.status_code}: {reply.text}")

@@ -84,7 +84,15 @@ def _draw_bars(axes: "Axes", panel: Bars) -> None:
     axes.set_xlabel(panel.unit, fontsize=8.5, color=FAINT)
     axes.set_xlim(0, most * 1.12)
     if number > 1:
-        axes.legend(fontsize=8, frameon=False, loc="lower right")
+        _draw_legend(axes, number)
+
+
+def _draw_legend(axes: "Axes", number: int) -> None:
+    """Name the series in one line above the panel, at the right."""
+    axes.legend(
+        fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=number, borderaxespad=0.2,
+        columnspacing=1.0, handlelength=1.2,
+    )  # fmt: skip
 
 
 def _draw_lines(axes: "Axes", panel: Lines) -> None:
@@ -96,7 +104,7 @@ def _draw_lines(axes: "Axes", panel: Lines) -> None:
     axes.grid(True, color=RULE, linewidth=0.6)
     axes.set_xlabel(panel.x_label, fontsize=8.5, color=FAINT)
     axes.set_ylabel(panel.y_label, fontsize=8.5, color=FAINT)
-    axes.legend(fontsize=8, frameon=False)
+    _draw_legend(axes, len(panel.series))
 
 
 def _draw_spans(axes: "Axes", panel: Spans) -> None:
@@ -111,4 +119,5 @@ def _draw_spans(axes: "Axes", panel: Spans) -> None:
         )
     axes.set_yticks(range(len(panel.lanes)), list(panel.lanes))
     axes.set_ylim(len(panel.lanes) - 0.5, -0.5)
+    axes.set_xlim(left=0)
     axes.set_xlabel("ms since the request", fontsize=8.5, color=FAINT)

@@ -1,21 +1,15 @@
-"""Whether a token's result depends on anything but its prefix, tried out on one model and one CPU.
+"""One process's part of an exactness check: the ways to compute one prompt, each seen as a digest of its bits.
 
-Processes of their own compute one prompt in every way a server may come to compute it (in steps of any size, beside
-strangers, token by token, restored from a real store, on another number of threads, after a restart) and print
-digests of the bits: every row of K and V, and the logits of the last rows. `check` compares them and says which
-guarantees hold. The interpreter of those processes can be an emulator's, so that other CPUs are tried the same way.
+All rows of K and V and the logits of the last rows go into a digest, so equal digests are equal results.
 """
 
 import json
-import os
 import pickle
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import xxhash
@@ -32,39 +26,25 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 540  # past one split of the attention kernel (512 keys), not a multiple of anything
 FURTHER_TOKENS = 4  # decoded behind the prompt, each with its logits
 SHORT_TOKENS = 140  # of the prompt: enough behind a match of one token
+PAGE_TOKENS = KEY_BLOCK_TOKENS
 _ODD = (1, 2, 3, 7, 31, 64, 77)  # rows of a step
 _DECODED_TOKENS = 40  # of the prompt's end
 _INSIDE_PAGE = 200
-_PAGE = KEY_BLOCK_TOKENS
-_CHILD = "from kestrel.exactness import answer_stdin; answer_stdin()"
-
-
-@dataclass(frozen=True)
-class Guarantee:
-    """One promise and for which KV dtypes it was kept. `text` says what was compared."""
-
-    name: str
-    text: str
-    kept: dict[str, bool]  # by KV dtype
-    problem: str = ""  # what was found instead, where it was not kept
-
-    @property
-    def holds(self) -> bool:
-        """Whether it was kept everywhere."""
-        return all(self.kept.values())
+LEAST_TOKENS = 2 * PAGE_TOKENS + 64  # of a context that can show all of it
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one process is to try. first: everything, filling a store; else only what a second process can show.
+    """What one process is to try, with pages kept below `store`.
 
-    splits: how many random ways to split the prompt into steps, and to mix it with strangers.
+    extent: "all" ways, filling the store; what a process "after" it can show from that store; or the prompt "whole"
+    and nothing else. splits: how many ways to split the prompt into steps, and to mix it with strangers.
     """
 
     config: Config
     store: Path
-    first: bool
-    splits: int
+    extent: Literal["all", "after", "whole"]
+    splits: int = 1
 
 
 @dataclass(frozen=True)
@@ -74,107 +54,6 @@ class Observation:
     kv: str
     digests: dict[str, str]
     facts: dict[str, int | str | bool]
-
-
-# The ways a first process tries, and what each of them promises.
-WAYS = {
-    "split": "computed in odd steps of 1 to 77 tokens",
-    "strangers": "computed in one step with other sequences",
-    "decoded": "continued token by token behind what is in memory",
-    "restored at a page boundary": "restored from disk up to a page boundary",
-    "restored inside a page": "restored from disk up to the middle of a page",
-    "restored but for one": "restored from disk but for the last token",
-    "restored one token": "restored from disk up to its first token",
-}
-
-
-def check(
-    config: Config,
-    interpreter: Sequence[str] = (sys.executable,),
-    environment: Mapping[str, str] | None = None,
-    *,
-    splits: int = 1,
-    store: Path | None = None,
-) -> Iterator[Guarantee]:
-    """Try the model, weights and threads of `config` with both KV dtypes; yield the guarantees, kept or not.
-
-    interpreter: the command that runs Python, e.g. an emulator and its Python. store: where the pages go, to be kept;
-    None for a temporary folder. KestrelError when a process fails.
-    """
-    with tempfile.TemporaryDirectory(prefix="kestrel-exactness-") as folder:
-        trial = Trial(config, store or Path(folder), True, splits)
-        first = _observe(trial, interpreter, environment)
-        yield from compare_ways(first, splits)
-        threads = _other_threads(next(iter(first.values())))
-        other = replace(config, engine=replace(config.engine, threads=threads))
-        second = _observe(Trial(other, trial.store, False, splits), interpreter, environment)
-        yield from compare_processes(first, second)
-
-
-def compare_ways(seen: Mapping[str, Observation], splits: int = 1) -> Iterator[Guarantee]:
-    """The guarantees that one process can show, from its observations by KV dtype."""
-    rows = {kv: int(one.facts["least_rows"]) for kv, one in seen.items()}
-    kept = {kv: bool(one.facts["exact"]) for kv, one in seen.items()}
-    text = f"the kernels give a row the same bits in steps of {max(rows.values())} rows or more"
-    yield Guarantee("kernels", text, kept, "the start-up check found no number of rows from which they do")
-    for way, text in WAYS.items():
-        kept, problems = {}, []
-        for kv, one in seen.items():
-            short = way == "restored one token"
-            found, whole = one.digests[way], one.digests["short" if short else "whole"]
-            kept[kv] = found == whole
-            if not kept[kv]:
-                problems.append(f"{kv} KV: bits differ from those of one whole step")
-        if way in ("split", "strangers"):
-            text += f" ({splits} ways)" if splits > 1 else ""
-        yield Guarantee(way, text, kept, "; ".join(problems))
-
-
-def compare_processes(
-    first: Mapping[str, Observation], second: Mapping[str, Observation]
-) -> Iterator[Guarantee]:
-    """The guarantees that it takes a second process to show."""
-    before, after = (next(iter(seen.values())).facts["threads"] for seen in (first, second))
-    threads = f"{before} and on {after}" if before != after else f"{before} (there is no other number here)"
-    for name, text, way in (
-        ("threads", f"computed in two processes, on threads: {threads}", "whole"),
-        ("restart", "restored in a second process from the files of the first", "restored but for one"),
-    ):
-        kept = {kv: second[kv].digests[way] == first[kv].digests["whole"] for kv in first}
-        problem = "the second process got other bits"
-        yield Guarantee(name, text, kept, "" if all(kept.values()) else problem)
-    kept = {kv: second[kv].facts["probe"] == first[kv].facts["probe"] for kv in first}
-    yield Guarantee(
-        "probe", "the numerics probe is the same in both processes", kept, "the probes differ: no page is ever found"
-    )
-
-
-def _other_threads(seen: Observation) -> int:
-    """Another number of threads than the first process had, where there is one."""
-    if int(seen.facts["threads"]) > 1:
-        return 1
-    return min(2, len(os.sched_getaffinity(0)))
-
-
-def _observe(
-    trial: Trial, interpreter: Sequence[str], environment: Mapping[str, str] | None
-) -> dict[str, Observation]:
-    """Run one process; its observations by KV dtype."""
-    done = subprocess.run(
-        [*interpreter, "-c", _CHILD],
-        input=pickle.dumps(trial),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=None if environment is None else {**os.environ, **environment},
-    )
-    if done.returncode != 0:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise KestrelError(
-            f"the exactness check failed in its own process (exit code {done.returncode}): "
-            f"{' | '.join(lines[-3:]) or 'it printed nothing'}"
-        )
-    seen = [Observation(**json.loads(line)) for line in done.stdout.decode().splitlines()]
-    return {one.kv: one for one in seen}
 
 
 def answer_stdin() -> None:
@@ -193,20 +72,21 @@ def observe(trial: Trial, kv: str) -> Observation:
         config.cache,
         enabled=True,
         root=str(trial.store / kv),
-        page_tokens=_PAGE,
+        page_tokens=PAGE_TOKENS,
         min_match=1,
         max_files=None,
         max_tokens=None,
         max_prefix_tokens=None,
         ttl_seconds=None,
         min_free_bytes=0,
+        write_bytes_per_hour=None,
         accept="same",
+        load="always",
         pull_seconds=None,
     )
     engine = replace(config.engine, kv=kv, kv_touched_bytes=0)
     with Runtime.open(replace(config, cache=cache, engine=engine), _log) as runtime:
-        ways = _Ways(runtime, trial.splits)
-        digests = ways.try_all() if trial.first else ways.try_again()
+        digests = Ways(runtime, trial.splits).take(trial.extent)
         numerics = runtime.engine.numerics
         return Observation(
             kv,
@@ -225,25 +105,32 @@ def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-class _Ways:
+class Ways:
     """The prompt and the ways to compute it. Each returns a digest of the same rows of K and V and of logits."""
 
     def __init__(self, runtime: "Runtime", splits: int):
         self._runtime = runtime
         self._cache = runtime.cache
         self._chunk = runtime.engine.chunk_tokens
-        room = min(PROMPT_TOKENS, runtime.context_tokens - FURTHER_TOKENS)
-        drawn = self._draw(room + FURTHER_TOKENS, seed=0)
-        self._prompt, self._further = drawn[:room], drawn[room:]
+        drawn = prompt_of(runtime)
+        self._prompt, self._further = drawn[:-FURTHER_TOKENS], drawn[-FURTHER_TOKENS:]
         self._splits = splits
 
-    def try_all(self) -> dict[str, str]:
+    def take(self, extent: str) -> dict[str, str]:
+        """The digests of all ways that belong to the extent of a trial."""
+        if extent == "all":
+            return self._try_all()
+        if extent == "after":
+            return self._try_after()
+        return {"whole": self._whole(self._prompt)}
+
+    def _try_all(self) -> dict[str, str]:
         """Everything one process can show; leaves the whole prompt in the store."""
         seen = {"whole": self._whole(self._prompt), "short": self._whole(self._prompt[:SHORT_TOKENS])}
         seen["split"] = self._same([self._split(number) for number in range(self._splits)])
         seen["strangers"] = self._same([self._beside_strangers(number) for number in range(self._splits)])
         seen["decoded"] = self._decoded()
-        stranger = self._draw(_PAGE, seed=9)
+        stranger = draw(self._runtime, PAGE_TOKENS, seed=9)
         short, prompt = self._prompt[:SHORT_TOKENS], self._prompt
         for way, stored, wanted, num_tokens in (
             ("restored one token", np.concatenate([prompt[:1], stranger]), short, 1),
@@ -253,14 +140,14 @@ class _Ways:
                 prompt,
                 _INSIDE_PAGE,
             ),
-            ("restored at a page boundary", prompt[: 2 * _PAGE], prompt, 2 * _PAGE),
+            ("restored at a page boundary", prompt[: 2 * PAGE_TOKENS], prompt, 2 * PAGE_TOKENS),
             ("restored but for one", prompt, prompt, len(prompt) - 1),
         ):
             self._store(as_tokens(stored))
             seen[way] = self._restored(wanted, num_tokens)
         return seen
 
-    def try_again(self) -> dict[str, str]:
+    def _try_after(self) -> dict[str, str]:
         """What a second process can show: the prompt computed whole, and restored from what the first one saved."""
         way = "restored but for one"
         return {"whole": self._whole(self._prompt), way: self._restored(self._prompt, len(self._prompt) - 1)}
@@ -288,7 +175,7 @@ class _Ways:
         self._forget()
         random = np.random.default_rng(100 + number)
         strangers = [
-            self._cache.open(self._draw(count, seed=20 + 2 * number + i), persist=False)
+            self._cache.open(draw(self._runtime, count, seed=20 + 2 * number + i).tolist(), persist=False)
             for i, count in enumerate((400, 5))
         ]
 
@@ -316,10 +203,10 @@ class _Ways:
         """The prompt's beginning from memory, its end one token at a time, as an answer is written."""
         self._forget()
         start = self._prompt[:-_DECODED_TOKENS]
-        warm = self._cache.open(start, persist=False)
+        warm = self._cache.open(start.tolist(), persist=False)
         warm.prefill()
         warm.close()
-        sequence = self._cache.open(start, persist=False)
+        sequence = self._cache.open(start.tolist(), persist=False)
         try:
             self._expect("rows from memory", sequence.stats.ram_tokens, len(start) - 1)
             sequence.prefill()
@@ -342,7 +229,7 @@ class _Ways:
         if not use_store:
             self._cache.store = None
         try:
-            sequence = self._cache.open(prompt, persist=False)
+            sequence = self._cache.open(prompt.tolist(), persist=False)
         finally:
             self._cache.store = store
         try:
@@ -378,14 +265,30 @@ class _Ways:
 
     def _expect(self, what: str, found: int, expected: int) -> None:
         if found != expected:
-            raise KestrelError(f"{what}: expected {expected}, found {found}; the check would have shown nothing")
-
-    def _draw(self, count: int, seed: int) -> Tokens:
-        """Token ids the model takes, the same for the same seed."""
-        vocab = self._runtime.engine.geometry.vocab_size
-        allowed = np.setdiff1d(np.arange(vocab), list(self._runtime.tokenizer.refused))
-        return as_tokens(np.random.default_rng(seed).choice(allowed, count))
+            raise KestrelError(
+                f"{what}: expected {expected}, found {found}; the check would have shown nothing"
+            )
 
     def _same(self, digests: list[str]) -> str:
         """The digest that all of these are, or one that nothing else is."""
         return digests[0] if len(set(digests)) == 1 else "/".join(digests)
+
+
+def prompt_of(runtime: "Runtime") -> Tokens:
+    """The prompt and the FURTHER_TOKENS behind it, the same for every process with this model.
+
+    Shorter than PROMPT_TOKENS where the context is.
+    """
+    num_tokens = min(PROMPT_TOKENS + FURTHER_TOKENS, runtime.context_tokens)
+    if num_tokens < LEAST_TOKENS:
+        raise KestrelError(
+            f"the exactness check takes a context of {LEAST_TOKENS} tokens, found {runtime.context_tokens}; "
+            "raise model.context_tokens"
+        )
+    return draw(runtime, num_tokens, seed=0)
+
+
+def draw(runtime: "Runtime", count: int, seed: int) -> Tokens:
+    """Token ids the model takes, the same for the same seed."""
+    allowed = np.setdiff1d(np.arange(runtime.engine.geometry.vocab_size), list(runtime.tokenizer.refused))
+    return as_tokens(np.random.default_rng(seed).choice(allowed, count))

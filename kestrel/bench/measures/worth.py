@@ -1,0 +1,200 @@
+"""A hit on a slow disk: whether reading it makes the first token later than computing it would.
+
+The store's reader is slowed down to rates around the one at which reading takes as long as computing. At each rate a
+new process meets the hit first (nothing is measured yet), then again with what it has learned; between, prompts that
+nothing is stored of are computed. The bound is on the time to the first token beside computing.
+"""
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from kestrel.bench.measures.result import (
+    Bars,
+    Column,
+    Observation,
+    Result,
+    Row,
+    Target,
+    common_settings,
+    median,
+)
+from kestrel.bench.measures.setting import (
+    CONTEXTS,
+    TAIL_TOKENS,
+    answer,
+    fitting,
+    forget_ram,
+    log_line,
+    opened,
+    prompts_for,
+    with_store,
+)
+from kestrel.config import Config
+from kestrel.generation import Stats
+from kestrel.runtime import Runtime
+from kestrel.store.layout import PageLayout
+from kestrel.store.match import PageRef
+from kestrel.store.store import OpenPage, Store
+
+BOUND = 1.05
+FRACTIONS = (
+    None,
+    4.0,
+    1.0,
+    0.25,
+    0.05,
+)  # of the rate at which reading takes as long as computing; None: not slowed
+COLUMNS = (
+    Column("tokens", "context", "{:,}"),
+    Column("disk", "disk"),
+    Column("rate", "MB/s", "{:,.1f}"),
+    Column("knows", "process"),
+    Column("compute_ms", "computing, ms", "{:,.0f}"),
+    Column("ttft_ms", "TTFT, ms", "{:,.0f}"),
+    Column("ratio", "TTFT / computing", "{:.3f}"),
+    Column("restored", "tokens read", "{:,}"),
+    Column("load", "decision"),
+)
+
+
+class SlowPage(OpenPage):
+    """An artifact on a disk of so many bytes a second."""
+
+    def __init__(self, fd: int, path: Path, layout: PageLayout, bytes_per_second: float) -> None:
+        super().__init__(fd, path, layout)
+        self._bytes_per_second = bytes_per_second
+
+    def read_layer_into(self, layer: int, buffer: Any) -> None:
+        """Read a layer, no sooner than the disk can."""
+        due, told = time.perf_counter(), self.progress
+
+        def wait(nbytes: int) -> None:
+            nonlocal due
+            due += nbytes / self._bytes_per_second
+            time.sleep(max(0.0, due - time.perf_counter()))
+            if told is not None:
+                told(nbytes)
+
+        self.progress = wait
+        try:
+            super().read_layer_into(layer, buffer)
+        finally:
+            if self.progress is wait:  # else it was decided meanwhile that nobody watches any more
+                self.progress = told
+
+
+class SlowStore(Store):
+    """A store whose artifacts are read at a limited rate."""
+
+    bytes_per_second: float = 1e12
+
+    def open_page(self, ref: PageRef, layout: PageLayout) -> OpenPage:
+        """As the store's own, but slow to read."""
+        with super().open_page(ref, layout) as page:
+            return SlowPage(os.dup(page.fd), page.path, layout, self.bytes_per_second)
+
+
+def run(config: Config, out: Path, full: bool = False) -> Result:
+    """A context of 2K, three rates. Full: 8K too, all rates."""
+    observation = Observation(out)
+    root = out / "store"
+    shutil.rmtree(root, ignore_errors=True)
+    variant = with_store(config, root, load="auto")
+    rows: list[Row] = []
+    with opened(variant) as runtime:
+        name = runtime.name
+        prompts = prompts_for(runtime)
+        contexts = fitting(CONTEXTS if full else CONTEXTS[:1], runtime.context_tokens, TAIL_TOKENS + 2)
+        sessions = [prompts(tokens) for tokens in contexts]
+        for prefix in sessions:
+            log_line(f"worth: computing and saving {len(prefix)} tokens")
+            answer(runtime, prefix)
+        assert runtime.writer is not None
+        runtime.writer.drain()
+        per_token = runtime.engine.pool.layout.page_nbytes(1)
+        computing = [answer(runtime, prompts(tokens), persist=False).ttft_ms for tokens in contexts]
+    for prefix, compute_ms in zip(sessions, computing, strict=True):
+        even = len(prefix) * per_token / (compute_ms / 1e3)
+        for fraction in FRACTIONS if full else (None, 1.0, 0.05):
+            rate = None if fraction is None else fraction * even
+            rows += measure_rate(variant, prefix, fraction, rate, config.bench.repeats)
+    targets = [
+        Target(
+            f"TTFT / computing, {row['tokens']:,} tokens, disk {row['disk']}, {row['knows']}",
+            row["ratio"],
+            BOUND,
+        )
+        for row in rows
+    ]
+    panel = Bars(
+        "Time to the first token beside computing everything",
+        "TTFT / computing",
+        [f"{row['tokens']:,}, disk {row['disk']}, {row['knows']}" for row in rows],
+        {"ratio": [row["ratio"] for row in rows]},
+    )
+    return observation.publish(
+        Result(
+            "worth",
+            "A hit on a slow disk: read it or compute it",
+            common_settings(config, name, full),
+            COLUMNS,
+            rows,
+            targets,
+            (panel,),
+            (
+                "caliber: TTFT; computing: the same number of tokens, nothing of them stored",
+                "disk 1x: reading the whole hit takes as long as computing it",
+            ),
+        )
+    )
+
+
+def measure_rate(
+    config: Config, prefix: list[int], fraction: float | None, bytes_per_second: float | None, repeats: int
+) -> list[Row]:
+    """One rate: what a new process does, and what one does that has computed and read before."""
+    disk = "as it is" if fraction is None else f"{fraction:g}x"
+    log_line(f"worth: {len(prefix)} tokens, disk {disk}")
+    new: list[Stats] = []
+    learned: list[Stats] = []
+    computed: list[Stats] = []
+    for _ in range(repeats):
+        with opened(config) as runtime:
+            _slow_down(runtime, bytes_per_second)
+            prompts = prompts_for(runtime, seed=len(new) + 1)
+            new.append(_hit(runtime, prefix + prompts(TAIL_TOKENS)))
+            computed.append(_hit(runtime, prompts(len(prefix) + TAIL_TOKENS)))
+            learned.append(_hit(runtime, prefix + prompts(TAIL_TOKENS)))
+    compute_ms = median([stats.ttft_ms for stats in computed])
+    return [
+        {
+            "tokens": len(prefix),
+            "disk": disk,
+            "rate": None if bytes_per_second is None else bytes_per_second / 1e6,
+            "knows": knows,
+            "compute_ms": compute_ms,
+            "ttft_ms": median([stats.ttft_ms for stats in found]),
+            "ratio": median([stats.ttft_ms for stats in found]) / compute_ms,
+            "restored": median([stats.restored_tokens for stats in found]),
+            "load": found[-1].load,
+        }
+        for knows, found in (("new", new), ("learned", learned))
+    ]
+
+
+def _slow_down(runtime: Runtime, bytes_per_second: float | None) -> None:
+    """Let a runtime read through a slow reader from now on."""
+    assert runtime.store is not None
+    if bytes_per_second is not None:
+        store = SlowStore(runtime.store.root, runtime.store.limits)
+        store.bytes_per_second = bytes_per_second
+        runtime.cache.store = store.open()
+
+
+def _hit(runtime: Runtime, tokens: list[int]) -> Stats:
+    """Answer one token with nothing in memory, saving nothing."""
+    forget_ram(runtime)
+    return answer(runtime, tokens, persist=False)
