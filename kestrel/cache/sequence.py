@@ -98,6 +98,7 @@ class PrefixCache:
             always=policy.loads_always,
         )
         self._store_failing = False
+        self.uses_are_lost = False  # which was said
 
     def course(self, tokens: Tokens, scope: Scope | None = None) -> Course:
         """Which scopes the pages of a prompt belong to; `scope` None is the common one."""
@@ -279,6 +280,7 @@ class CachedSequence:
         self._guards = ExitStack()
         self._closed = False
         self._is_disowned = False
+        self._taken: list[bytes] = []  # keys of the pages that were in memory
         self._started = time.perf_counter()
         try:
             self._match()
@@ -405,7 +407,7 @@ class CachedSequence:
         rest = as_tokens(self.tokens[len(self._keys) * size : self._computed])
         parent = self._course.parent_of(len(self._keys), self._keys)
         partial = [page_key(parent, rest[:rows]) for rows in range(1, len(rest) + 1)]
-        self._pool.forget([*self._keys, *partial])
+        self._pool.forget([*self._keys, *partial, *self._taken])
         if cache.store is None:
             return
         if cache.writer is not None:
@@ -465,8 +467,11 @@ class CachedSequence:
                 ancestors = [ref.key for ref in match.pages if ref.num_tokens >= self._pool.page_tokens]
                 self._guards.enter_context(cache.store.protect(ancestors))
                 cache.store.touch(keys)
+                cache.uses_are_lost = False
             except StoreError as error:
-                cache.log(f"[KV-DISK] use of {match.num_tokens} tokens not recorded: {error}")
+                if not cache.uses_are_lost:
+                    cache.log(f"[KV-DISK] uses are not recorded until the store works again: {error}")
+                cache.uses_are_lost = True
 
     def _pull_published(self, match: Match, num_in_ram: int) -> Match:
         """The match after the published pages that continue it were fetched, as far as they came in time."""
@@ -520,6 +525,7 @@ class CachedSequence:
     def _take_from_ram(self, found: list[tuple[CachedPage, int]]) -> None:
         for cached, rows in found:
             page = cached.page
+            self._taken.append(cached.key)
             self._pool.retain(page)
             if rows < self._pool.page_tokens and (
                 rows < len(cached.tokens)

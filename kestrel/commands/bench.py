@@ -40,7 +40,7 @@ MEASURES = {
 
 def add_parser(commands: "Subparsers", shared: argparse.ArgumentParser) -> None:
     """Declare the command."""
-    listed = "\n".join(f"  {name:9} {measure.meaning}" for name, measure in MEASURES.items())
+    listed = "\n".join(f"  {name:10} {measure.meaning}" for name, measure in MEASURES.items())
     parser = add_command(
         commands,
         shared,

@@ -119,7 +119,9 @@ class KestrelOptions(BaseModel):
 
     persist: bool = Field(default=True, description="false: it is never written to disk by this request.")
     ttl_s: float | None = Field(
-        default=None, gt=0, description="What it writes leaves the disk when it is unused for so many seconds."
+        default=None,
+        gt=0,
+        description="What it writes leaves the disk when it is unused for so many seconds.",
     )
     pin: bool = Field(
         default=False, description="true: it is never evicted, until unpinned (admin keys only)."

@@ -228,15 +228,35 @@ class EngineWorker:
                     self._changed.wait()
                 if self._closing and not self._running:
                     return
-            self._cancel_abandoned()
-            self._admit()
-            ready = self._ready()
-            if ready:
-                self._step(ready)
-            elif self._waiting or self._running:
-                time.sleep(POLL_SECONDS)  # for a read that nobody needs any more, or the writer to free pages
-            else:
-                self._step_background()
+            try:
+                self._go_round()
+            except Exception:  # a fault of the loop itself: those it hits learn of it, the next are served
+                self._fail_all()
+
+    def _go_round(self) -> None:
+        self._cancel_abandoned()
+        self._admit()
+        ready = self._ready()
+        if ready:
+            self._step(ready)
+        elif self._waiting or self._running:
+            time.sleep(POLL_SECONDS)  # for a read that nobody needs any more, or the writer to free pages
+        else:
+            self._step_background()
+
+    def _fail_all(self) -> None:
+        """Log the exception being handled and end every answer with it."""
+        with self._changed:
+            tickets = [*self._running, *self._waiting]
+            self._running, self._waiting = [], []
+        for ticket in tickets:
+            self.totals.add_outcome("failed")
+            ticket.hand_over(self._failure(ticket))
+            if ticket.generation is not None:
+                try:
+                    ticket.generation.close()
+                except Exception:
+                    self._journal.line(f"kestrel: pages of {ticket.label} are lost\n{traceback.format_exc()}")
 
     def _cancel_abandoned(self) -> None:
         """Finish what nobody waits for; what is still being read is left alone until that ends."""
@@ -298,7 +318,8 @@ class EngineWorker:
 
         So a prefix that several requests in flight have in common is computed once.
         """
-        if not other.is_prefilling and not other.sequence.is_reading:
+        is_restoring = other.sequence.restore is not None  # read or not, nobody can find it yet
+        if not other.is_prefilling and not is_restoring:
             return False
         runtime = self._runtime
         scope = ticket.request.scope or runtime.cache.common
@@ -311,7 +332,7 @@ class EngineWorker:
         # Found by others are full pages as they are completed, and the rest when the prompt is.
         num_full = num_common // page_tokens * page_tokens
         wanted = min(num_full + page_tokens, num_prompt) if num_common - num_full >= least else num_full
-        if other.sequence.num_computed >= wanted and not other.sequence.is_reading:
+        if other.sequence.num_computed >= wanted and not is_restoring:
             return False
         if ticket.found is None:
             course = runtime.cache.course(ticket.tokens, ticket.request.scope)
@@ -320,7 +341,7 @@ class EngineWorker:
             ticket.found = in_ram, stored
         in_ram, stored = ticket.found
         # What the other one is reading need not be read twice.
-        known = in_ram if other.sequence.is_reading else max(in_ram, stored)
+        known = in_ram if is_restoring else max(in_ram, stored)
         return min(num_common, wanted) - known >= least
 
     def _ready(self) -> list[Ticket]:

@@ -53,7 +53,9 @@ def publish(
     mark, so doing it again changes nothing. Raises SharingError, StoreError or ArtifactError.
     """
     if any("tenant" in store.load_identity(namespace) for namespace in {page.namespace for page in pages}):
-        raise SharingError("these pages belong to one tenant of a server; what a tenant keeps is not published")
+        raise SharingError(
+            "these pages belong to one tenant of a server; what a tenant keeps is not published"
+        )
     if name is not None and not PREFIX_NAME.fullmatch(name):
         raise SharingError(f"a published prefix has a name like {PREFIX_NAME.pattern}, found {name!r}")
     total = sum(page.nbytes for page in pages)

@@ -70,11 +70,12 @@ class OnDemand:
         if covered < max(num_known + self._min_gain, 1):
             return None
         wanted = [page for page in pages if page.num_prefix_tokens > num_known]
-        problem = self._pull(wanted)
-        here = [page for page in wanted if page.is_here]
+        missing = [page for page in wanted if not page.is_here]
+        problem = self._pull(wanted)  # those that are here may be unknown to the catalog yet
+        arrived = [page for page in missing if page.is_here]
         return Pull(
-            sum(page.num_tokens for page in here),
-            sum(page.nbytes for page in here),
+            sum(page.num_tokens for page in arrived),
+            sum(page.nbytes for page in arrived),
             time.monotonic() - started,
             problem,
         )

@@ -665,7 +665,8 @@ class Store:
                 if not parents or parents[0].first >= page.first:
                     raise StoreError(
                         f"page {page.parent.hex()}, which precedes position {page.first} of {key.hex()}, "
-                        f"is not in {self.root}: the page is out of reach until that prefix is computed again"
+                        f"is not in {self.root}: the page is out of reach until that prefix is computed again "
+                        "(or it is a tenant's, behind a prefix that all tenants share)"
                     )
                 chain.append(parents[0])
             return tuple(reversed(chain))

@@ -38,8 +38,8 @@ def digest(*arrays: np.ndarray) -> str:
     return whole.hexdigest()
 
 
-def attend(kv_dtype: str, dim: int, group: int, context: int = 1300) -> str:
-    """Keys and values of a context written to pages, then steps of 1 to 150 rows over it; 1 and 2 threads."""
+def attend(kv_dtype: str, dim: int, group: int, context: int = 700) -> str:
+    """Keys and values of a context written to pages, then steps of 1 to 70 rows over it; 1 and 2 threads."""
     layout = PageLayout(1, 2, dim, kv_dtype)
     num_pages = -(-context // PAGE)
     pool = PagePool(layout, PAGE, num_pages * layout.page_nbytes(PAGE))
@@ -56,7 +56,7 @@ def attend(kv_dtype: str, dim: int, group: int, context: int = 1300) -> str:
     )  # fmt: skip
     outs = [q, *(pool.layer_block(page, 0) for page in range(num_pages))]
     table = np.arange(num_pages, dtype=np.int32)[None]
-    for rows in (1, 2, 3, 31, 150):
+    for rows in (1, 2, 3, 31, 70):
         several = []
         for threads in (1, THREADS):
             attention.use_threads(threads)

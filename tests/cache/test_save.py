@@ -24,7 +24,7 @@ def test_the_second_turn_writes_its_new_pages_only(boot: Boot) -> None:
     new = len(longer) - sequence.stats.matched_tokens
     # the partial page is written again with its new rows; nothing before it is
     assert sequence.saves.bytes_written < 2 * per_token * (new + 128)
-    assert sequence.saves.pages_written == 1
+    assert len(sequence.saves.written) == 1
 
 
 def test_a_partial_page_goes_when_a_longer_one_covers_it(boot: Boot) -> None:
@@ -122,6 +122,25 @@ def test_a_spent_write_budget_is_said_once_and_answers_stay_right(boot: Boot) ->
     assert len([line for line in runtime.lines if "write_bytes_per_hour=100,000" in line]) == 1
     assert runtime.writer.num_dropped >= runtime.store.stats()["refused_pages"] > 0
     assert runtime.writer.bytes_written <= 100_000
+
+
+def test_nothing_behind_a_page_that_was_not_saved_is_saved_until_it_is(boot: Boot) -> None:
+    runtime = boot()
+    publish = runtime.store.publish
+
+    def failing(*args: object) -> int:
+        if args[5] == 128:  # first
+            raise StoreError("no space left on device")
+        return publish(*args)
+
+    runtime.store.publish = failing
+    logits_bits(runtime, PROMPT, further=0)
+    assert [row.first for row in runtime.store.list_pages()] == [0]
+    assert not any("saved 420" in line for line in runtime.lines)
+    runtime.store.publish = publish
+    logits_bits(runtime, PROMPT + tokens_of(20, seed=4), further=0)  # the next turn, from memory
+    assert sorted(row.num_tokens for row in runtime.store.list_pages()) == [56, 128, 128, 128]
+    assert runtime.store.verify().orphans == 0
 
 
 def test_positions_beyond_the_limit_are_not_saved(boot: Boot) -> None:

@@ -77,7 +77,15 @@ def test_logprobs_are_those_of_the_unfiltered_distribution() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, value", [("temperature", -1), ("top_p", 0), ("min_p", 2), ("logprobs", 99), ("top_k", -1), ("presence_penalty", 3)]
+    "name, value",
+    [
+        ("temperature", -1),
+        ("top_p", 0),
+        ("min_p", 2),
+        ("logprobs", 99),
+        ("top_k", -1),
+        ("presence_penalty", 3),
+    ],
 )
 def test_values_out_of_range_are_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(RequestError, match=name):

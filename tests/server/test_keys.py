@@ -179,18 +179,17 @@ def test_tenants(start_server: Any, tiny_words: tuple[str, ...], key_file: Path)
 def test_a_key_may_have_so_many_requests_in_the_server(
     start_server: Any, tiny_words: tuple[str, ...], key_file: Path
 ) -> None:
-    server = start_server(
-        *tiny_words, f"server.api_keys_file={key_file}", "server.max_running_per_key=2", "cache=off"
-    )
-    with pytest.raises(openai.RateLimitError, match="server.max_running_per_key=2"):
-        for stream in [
-            server.client(ALICE).completions.create(
-                model="tiny", prompt=[50], max_tokens=450, stream=True, extra_body={"ignore_eos": True}
-            )
-            for _ in range(3)
-        ]:
-            stream.close()
-    assert ask(server.client(BOB), [50]).choices
+    words = (f"server.api_keys_file={key_file}", "server.max_running_per_key=2", "server.max_running=1")
+    server = start_server(*tiny_words, *words, "cache=off")
+    long = {"max_tokens": 450, "n": 8, "stream": True, "extra_body": {"ignore_eos": True}}
+    with server.client(ALICE).completions.create(model="tiny", prompt=[50], **long) as stream:
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError, match="server.max_running_per_key=2"):
+            ask(server.client(ALICE), [50])
+        bobs = server.client(BOB).with_options(max_retries=0).completions
+        with bobs.create(model="tiny", prompt=[50], max_tokens=1, stream=True):
+            pass  # taken, though it has to wait
+    assert ask(server.client(ALICE), [50]).choices
 
 
 def test_names_that_point_here_from_elsewhere_are_refused(server: Any) -> None:

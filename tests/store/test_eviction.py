@@ -293,7 +293,7 @@ def test_eviction_takes_time_by_what_leaves_not_by_what_is_stored(root: Path) ->
     with open_store(root, max_files=300) as store:
         for number in range(10):
             publish(store, session(number, 480))
-        time.sleep(0.1)  # folders that changed this very moment are looked at once more
+        time.sleep(0.5)  # folders that changed this very moment are looked at once more
         store.usage()
         statements: list[str] = []
         catalog = store._current_catalog()

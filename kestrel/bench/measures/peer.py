@@ -44,6 +44,7 @@ from kestrel.models.fetch import resolve_model
 PREFILLS = (512, *CONTEXTS)
 DECODES = (128, *CONTEXTS)
 ANSWER_TOKENS = 33  # the first comes with the prefill
+ORDER = ("prefill", "decode", "restart")
 ROOM = 64  # tokens kept free behind the longest prompt
 PREFILL_BOUNDS = {512: 1.3, CONTEXTS[0]: 1.3, CONTEXTS[1]: 1.2}
 COLUMNS = (
@@ -193,14 +194,17 @@ def _speeds(
         for turn in range(config.bench.repeats):
             log_line(f"peer: {config.engine.weights} weights, round {turn + 1} of {config.bench.repeats}")
             order = servers[turn % len(servers) :] + servers[: turn % len(servers)]
-            for tokens in prefills:
+            for tokens in sorted({*prefills, *decodes}):
                 for name, each in order:
-                    milliseconds, _ = each.complete(prompts(tokens), 1)
-                    times.setdefault(("prefill", tokens, name), []).append(tokens / milliseconds * 1e3)
-            for tokens in decodes:
-                for name, each in order:
-                    _, stats = each.complete(prompts(tokens), ANSWER_TOKENS)
-                    times.setdefault(("decode", tokens, name), []).append(_decode_rate(stats))
+                    prompt = prompts(tokens)
+                    milliseconds, _ = each.complete(prompt, 1)
+                    if tokens in prefills:
+                        times.setdefault(("prefill", tokens, name), []).append(tokens / milliseconds * 1e3)
+                    if (
+                        tokens in decodes
+                    ):  # the same prompt: both find it in memory, and only its answer is timed
+                        _, stats = each.complete(prompt, ANSWER_TOKENS)
+                        times.setdefault(("decode", tokens, name), []).append(_decode_rate(stats))
     return times
 
 
@@ -264,7 +268,8 @@ def _restarts(config: Config, twin: Path, out: Path, prompts: Prompts, tokens: i
 def _rows(times: Times, weights: str) -> list[Row]:
     """One row for each of Kestrel's variants and each case, beside llama.cpp's best of that case."""
     rows: list[Row] = []
-    for what, tokens in dict.fromkeys((what, tokens) for what, tokens, _ in times):
+    cases = {(what, tokens) for what, tokens, _ in times}
+    for what, tokens in sorted(cases, key=lambda case: (ORDER.index(case[0].partition(",")[0]), case)):
         found = {name: median(values) for (w, t, name), values in times.items() if (w, t) == (what, tokens)}
         is_time = what.startswith("restart")
         peers = {name.removeprefix("llama "): v for name, v in found.items() if name.startswith("llama ")}

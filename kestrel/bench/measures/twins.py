@@ -36,6 +36,7 @@ _NAMES = {
     "up": "ffn_up.weight",
     "down": "ffn_down.weight",
 }
+_ROWS = 8192  # quantised at once
 _NORMAL, _CONTROL = 1, 3  # token types of GGUF
 
 
@@ -73,17 +74,22 @@ def write_twin(checkpoint: Checkpoint, recipe: str, folder: Path) -> Path:
     _add_vocabulary(writer, geometry.vocab_size)
     coarse = gguf.GGMLQuantizationType[KINDS[recipe]]
     fine = gguf.GGMLQuantizationType.Q8_0
-    for name in geometry.tensor_shapes():
+    for name, shape in geometry.tensor_shapes().items():
         part = name.rpartition(".")[2]
         file_name = _NAMES[part] if part == name else f"blk.{name.split('.')[1]}.{_NAMES[part]}"
-        tensor = checkpoint.tensor(name)
+        if len(shape) == 1:
+            writer.add_tensor(file_name, checkpoint.tensor(name))
+            continue
+        kind = fine if part in ("embed", "head") else coarse
+        blocks = np.concatenate(
+            [
+                gguf.quants.quantize(checkpoint.rows(name, first, min(first + _ROWS, shape[0])), kind)
+                for first in range(0, shape[0], _ROWS)
+            ]
+        )
         if architecture == "llama" and part in ("q", "k"):
-            tensor = interleaved(tensor, geometry.num_kv_heads if part == "k" else geometry.num_heads)
-        if tensor.ndim == 1:
-            writer.add_tensor(file_name, tensor)
-        else:
-            kind = fine if part in ("embed", "head") else coarse
-            writer.add_tensor(file_name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
+            blocks = interleaved(blocks, geometry.num_kv_heads if part == "k" else geometry.num_heads)
+        writer.add_tensor(file_name, blocks, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -92,7 +98,7 @@ def write_twin(checkpoint: Checkpoint, recipe: str, folder: Path) -> Path:
     return path
 
 
-def interleaved(rows: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+def interleaved(rows: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
     """Rows of q or k as llama's GGUF files order them: pairs (i, i + head_dim / 2) become neighbours."""
     heads = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
     return np.ascontiguousarray(heads.swapaxes(1, 2).reshape(rows.shape))
