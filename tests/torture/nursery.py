@@ -63,6 +63,7 @@ def bear(number: int, order: dict[str, Any]) -> None:
     """
     if os.fork():
         return
+    end_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     server = os.fork()
     if server:
@@ -70,6 +71,7 @@ def bear(number: int, order: dict[str, Any]) -> None:
         _, status = os.waitpid(server, 0)
         tell(f"dead {number} {os.waitstatus_to_exitcode(status)}")
         os._exit(0)
+    end_with_parent()
     code = 1
     try:
         log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -84,6 +86,12 @@ def bear(number: int, order: dict[str, Any]) -> None:
         code = main(["serve", *order["words"]])
     finally:
         os._exit(code)
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the one that forked it ends: no server outlives a cut-off test run."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def become_ordinary() -> None:
