@@ -27,6 +27,9 @@ MEASURES = {
     "save": Measure("measures.save", "what saving costs the first turn, answers meanwhile, and bytes a turn"),
     "prefill": Measure("measures.prefill", "prompt tokens a second, and where the time goes"),
     "decode": Measure("measures.decode", "answer tokens a second at several contexts, float32 and int8 KV"),
+    "speculate": Measure(
+        "measures.speculate", "answers with drafts from the session's own text, and without"
+    ),
     "attention": Measure("measures.attention", "the attention kernel beside onnxruntime's operator"),
     "peer": Measure(
         "measures.peer", "prefill, decode, restart beside llama.cpp (pip install 'kestrel[bench]')"

@@ -21,6 +21,7 @@ from kestrel.bench.measures import (
     restore,
     save,
     setting,
+    speculate,
     startup,
     store,
     worth,
@@ -142,6 +143,13 @@ def test_decode_has_both_kv_dtypes_and_with_full_both_weights(config: Config, tm
     }
     for row in record["rows"]:
         assert row["graphs_ms"] + row["attention_ms"] + row["head_ms"] < 1.5 * row["ms"]
+
+
+def test_speculation_is_compared_on_two_kinds_of_text(config: Config, tmp_path: Path) -> None:
+    speculate.run(config, tmp_path)
+    record = check(tmp_path, "speculate")
+    assert [row["what"] for row in record["rows"]] == ["copies", "writes freely"]
+    assert all(row["same"] == "yes" for row in record["rows"])
 
 
 def test_attention_stands_beside_the_operator(config: Config, tmp_path: Path) -> None:
