@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kestrel.engine import attention, numerics
 from kestrel.engine.layers import Floats, LayerGraphs, share_resources
+from kestrel.engine.memory import with_huge_pages
 from kestrel.engine.pool import PagePool
 from kestrel.errors import RequestError
 from kestrel.identity import Tokens
@@ -78,7 +79,9 @@ class Engine:
         attention.use_threads(self.threads)
         layout = PageLayout(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, kv_dtype)
         self.pool = PagePool(layout, page_tokens, kv_ram_bytes, min(kv_touched_bytes, kv_ram_bytes))
-        self.graphs = LayerGraphs(weights, max(chunk_tokens, numerics.MOST_LEAST_ROWS))
+        self.graphs = with_huge_pages(
+            lambda: LayerGraphs(weights, max(chunk_tokens, numerics.MOST_LEAST_ROWS))
+        )
         self.numerics = numerics.measure(weights, kv_dtype, self.graphs)
         self.seconds = StepSeconds()
         self._q: Floats = np.zeros((chunk_tokens, geometry.num_heads, geometry.head_dim), np.float32)

@@ -5,7 +5,6 @@ bytes into it and a save writes it. Pages are counted by reference. A page nobod
 stays as a RAM cache under its key until the pool needs room, least recently released first.
 """
 
-import ctypes
 import mmap
 import threading
 from collections import OrderedDict
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kestrel.engine.memory import commit
 from kestrel.errors import CapacityError, ConfigError
 from kestrel.identity import Tokens, page_key
 from kestrel.store.layout import PageLayout
@@ -246,11 +246,9 @@ class PagePool:
 class _Toucher:
     """Commits the memory of the next pages in the background: a first touch costs more than reading a file into it.
 
-    Uses MADV_POPULATE_WRITE (Linux 5.14), which changes no content, so it may meet pages already in use. Where it
-    is missing, pages are committed as they are touched.
+    That changes no content, so it may meet pages already in use. Where the kernel cannot, pages are committed as they
+    are touched.
     """
-
-    _POPULATE_WRITE = 23
 
     def __init__(self, memory: npt.NDArray[np.uint8], page_nbytes: int, num_pages: int, ahead_nbytes: int):
         self._memory = memory
@@ -276,8 +274,6 @@ class _Toucher:
             self._changed.notify()
 
     def _touch(self) -> None:
-        madvise = ctypes.CDLL(None).madvise  # mmap.madvise would hold the interpreter's lock meanwhile
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         start = self._memory.ctypes.data
         done = 0
         while True:
@@ -286,9 +282,7 @@ class _Toucher:
                     self._changed.wait()
                 if done >= self._num_pages:
                     return
-            first = (start + done * self._page_nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-            end = start + (done + 1) * self._page_nbytes
-            if madvise(first, end - first, self._POPULATE_WRITE) != 0:
+            if not commit(start + done * self._page_nbytes, self._page_nbytes):
                 return
             done += 1
 
