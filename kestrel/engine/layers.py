@@ -68,12 +68,17 @@ class Graph:
         if weight.bits == 32:
             return self.node("MatMul", [x, self.weight(name, weight.values)], [f"{name}.out"])
         assert weight.scales is not None
+        length = weight.in_features
+        if short := -length % BLOCKS[weight.bits]:
+            # On NEON, rows of an int4 product depend on their company where the last block is not whole.
+            pads = self.node("Constant", [], [f"{name}.pads"], value_ints=[0, 0, 0, short])
+            x, length = self.node("Pad", [x, pads], [f"{name}.padded"]), length + short
         return self.node(
             "MatMulNBits",
             [x, self.weight(name, weight.values), self.weight(f"{name}.scales", weight.scales)],
             [f"{name}.out"],
             contrib=True,
-            K=weight.in_features,
+            K=length,
             N=weight.out_features,
             bits=weight.bits,
             block_size=BLOCKS[weight.bits],

@@ -34,7 +34,8 @@ class Rope:
         Formulas are those of `transformers.modeling_rope_utils`. ModelError for a scaling that is unknown or
         lacks a parameter.
         """
-        plain = self.theta ** -(np.arange(0, self.dim, 2, dtype=np.float64) / self.dim)
+        # math.pow: numpy's power rounds differently where it has AVX512
+        plain = np.array([math.pow(self.theta, -(i / self.dim)) for i in range(0, self.dim, 2)])
         if self.scaling is None:
             return plain, 1.0
         kind = self.scaling.get("type")

@@ -24,7 +24,7 @@ def artifacts(runtime: Runtime) -> list[Path]:
 @pytest.mark.parametrize(
     "weights, kv", [("int8", "float32"), ("int4", "float32"), ("float32", "float32"), ("int8", "int8")]
 )
-@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3", "qwen3moe", "qwen3vl"])
 def test_every_length_of_match_gives_the_bits_of_a_cold_run(
     boot: Boot, model: str, weights: str, kv: str
 ) -> None:
