@@ -64,16 +64,6 @@ def branch_key(parent: bytes, namespace: Namespace) -> bytes:
     return xxhash.xxh3_128_digest(b"branch" + parent + namespace.digest)
 
 
-def page_keys(namespace: Namespace, tokens: Tokens, page_tokens: int) -> list[bytes]:
-    """Keys of the full pages of `tokens`, in order: page i holds positions [i*page_tokens, (i+1)*page_tokens)."""
-    keys: list[bytes] = []
-    parent = namespace.digest
-    for first in range(0, len(tokens) - page_tokens + 1, page_tokens):
-        parent = page_key(parent, tokens[first : first + page_tokens])
-        keys.append(parent)
-    return keys
-
-
 def prefix_sha256(tokens: Tokens) -> str:
     """SHA-256 (hex) of all token ids from position 0, int32 little-endian: the collision-proof name of a prefix."""
     return hashlib.sha256(as_tokens(tokens).tobytes()).hexdigest()

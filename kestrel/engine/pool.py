@@ -208,10 +208,6 @@ class PagePool:
         with self._lock:
             return list(self._cached.values())
 
-    def get(self, key: bytes) -> CachedPage | None:
-        """The remembered page of this key."""
-        return self._cached.get(key)
-
     def copy(self, page: int) -> int:
         """A new page with the same bytes and one reference."""
         with self._lock:
@@ -227,11 +223,6 @@ class PagePool:
     def close(self) -> None:
         """Stop committing memory ahead of use; the pool is not used any more."""
         self._touching.stop()
-
-    @property
-    def num_cached(self) -> int:
-        """Pages nobody refers to that are kept as RAM cache."""
-        return len(self._idle)
 
     def _forget(self, page: int) -> None:
         key = self._key_of.pop(page, None)
