@@ -1,28 +1,30 @@
-# mypy: disable-error-code="no-untyped-def,call-arg,var-annotated"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg,var-annotated,attr-defined"
 """Causal attention over paged KV: one kernel for one row or a thousand, over any mix of sequences.
 
-Rows of one KV head that belong to one sequence are handled in units of up to UNIT rows. A unit walks
-its keys in splits of SPLIT tokens; each split is an online softmax of its own, and splits are folded
-in order. When there are too few units to keep the threads busy (a decode step over a long context)
-the splits of a unit go to different threads, and are then folded in the same order: the operations
-on one row are the same either way, and the same for any number of rows, threads and neighbours.
-
-`write` puts new rows into their page slots: bias-free q/k norm, rotary embedding, transposition of K.
+A run has phases, each shared out to onnxruntime's threads by a ticket counter. First new rows are put into their page
+slots: bias-free q/k norm, rotary embedding, transposition of K. Then rows of one KV head that belong to one sequence
+are attended in units of up to UNIT rows. A unit walks its keys in splits of SPLIT tokens; each split is an online
+softmax of its own, and splits are folded in order. When there are too few units to keep the threads busy (a decode
+step over a long context) the splits of a unit go to different threads, and are then folded in the same order: the
+operations on one row are the same either way, and the same for any number of rows, threads and neighbours.
 """
 
+import ctypes
+import functools
 import hashlib
 import os
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-# Two thread pools that both spin fight for the cores; onnxruntime's may, OpenMP's must not.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+import numba
+import numpy as np
+import numpy.typing as npt
+from numba import carray, cfunc, types
 
-import numba  # noqa: E402
-import numpy as np  # noqa: E402
-from numba import prange  # noqa: E402
-
-from kestrel.engine.vector import (  # noqa: E402
+from kestrel.engine.pool import PagePool
+from kestrel.engine.vector import (
     BLOCK,
     NEVER,
     ROW,
@@ -38,18 +40,26 @@ from kestrel.engine.vector import (  # noqa: E402
     scores_8,
     softmax_block,
 )
+from kestrel.engine.worker_pool import RECORD, address_of, as_pointer, call_1, call_2, take_ticket
+
+Floats = npt.NDArray[np.float32]
 
 UNIT = 64  # rows (tokens x query heads of one KV head) that share one walk over the keys
 SPLIT = 512  # keys folded as one partial softmax
 LOG2E = 1.4426950408889634  # scores are kept in base 2, so that the softmax needs 2^x only
+_WORTH_A_THREAD = 50_000  # multiply-adds; sharing a run out costs about 2 us
 
 
-def _kernel(**options: Any) -> Any:
-    """numba.njit with the compiled code kept in the user's cache, in a folder named after these sources.
+def _kernel(compiler: Any = numba.njit, *signature: Any) -> Any:
+    """A compiler of numba with the compiled code kept in the user's cache, in a folder named after these sources.
 
     numba's own cache looks at the file of the function alone and would keep code of an older vector.py.
     """
-    sources = b"".join((Path(__file__).parent / name).read_bytes() for name in ("vector.py", "attention.py"))
+    sources = b"".join(
+        (Path(__file__).parent / name).read_bytes()
+        for name in ("vector.py", "attention.py", "worker_pool.py")
+    )
+    options = {"nogil": True, "error_model": "numpy"} if compiler is numba.njit else {}
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = home / "kestrel" / f"kernels-{hashlib.sha256(sources).hexdigest()[:12]}"
 
@@ -59,9 +69,9 @@ def _kernel(**options: Any) -> Any:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             settings.CACHE_DIR = str(folder)
-            return numba.njit(cache=True, nogil=True, error_model="numpy", **options)(function)
+            return compiler(*signature, cache=True, **options)(function)
         except OSError:  # no writable home: compile at every start
-            return numba.njit(nogil=True, error_model="numpy", **options)(function)
+            return compiler(*signature, **options)(function)
         finally:
             settings.CACHE_DIR = before
 
@@ -225,112 +235,6 @@ def _finish(rows, row, first_row, group, head, dim, sums, totals, out):
             line[d] = sums[r * dim + d] * inverse + np.float32(0)
 
 
-def use_threads(threads: int) -> int:
-    """Let the next kernels of this thread run on so many threads, at most as many as numba has; return the number."""
-    settings: Any = numba.config
-    threads = min(threads, settings.NUMBA_NUM_THREADS)
-    numba.set_num_threads(threads)
-    return threads
-
-
-@_kernel(parallel=True)
-def attend(
-    q, kv, scales, quantised, tables, bounds, starts, page_size, page_tokens,
-    k_at, ks_at, v_at, vs_at, kv_heads, threads, out,
-):  # fmt: skip
-    """Attention of the new rows of several sequences over their pages, new rows included.
-
-    q, out: float32 [n, heads, dim]; q is scaled by dim^-0.5 * LOG2E. Sequence s owns rows
-    [bounds[s], bounds[s+1]), which sit at positions starts[s]… and see every key up to themselves.
-    kv: the pool as one flat float32 or int8 array, page p from p * page_size; inside a page K of this
-    layer lies at k_at as [kv_heads, dim, page_tokens], V at v_at as [kv_heads, page_tokens, dim].
-    quantised: kv is int8 and `scales` views the pool as float32, with the scales of K and V at ks_at
-    and vs_at as [kv_heads, page_tokens]. tables: int32 [sequences, pages]. threads: how many share it.
-    """
-    dim = q.shape[2]
-    group = q.shape[1] // kv_heads
-    sequences = len(starts)
-    units = 0
-    most_splits = 0
-    jobs = 0
-    for s in range(sequences):
-        new = bounds[s + 1] - bounds[s]
-        blocks = (new * group + UNIT - 1) // UNIT
-        splits = (starts[s] + new + SPLIT - 1) // SPLIT
-        units += blocks * kv_heads
-        jobs += blocks * kv_heads * splits
-        most_splits = max(most_splits, splits)
-    # unit u: sequence, KV head, first row
-    owner = np.empty((units, 3), np.int64)
-    u = 0
-    for s in range(sequences):
-        for row in range(0, (bounds[s + 1] - bounds[s]) * group, UNIT):
-            for head in range(kv_heads):
-                owner[u, 0] = s
-                owner[u, 1] = head
-                owner[u, 2] = row
-                u += 1
-    share_splits = threads > 1 and most_splits > 1 and units < 4 * threads
-    if share_splits:
-        room = (UNIT + 8) * dim
-        parts = np.empty(units * most_splits * room, np.float32)
-        part_highs = np.empty(units * most_splits * UNIT, np.float32)
-        part_totals = np.empty(units * most_splits * UNIT, np.float32)
-        for t in prange(threads):
-            packed = np.empty((UNIT + 8) * dim, np.float32)
-            weights = np.empty(8 * ROW, np.float32)
-            for job in range(t, units * most_splits, threads):
-                u = job // most_splits
-                split = job % most_splits
-                s, head, row = owner[u]
-                rows = min(UNIT, (bounds[s + 1] - bounds[s]) * group - row)
-                if split * SPLIT >= starts[s] + (row + rows - 1) // group + 1:
-                    for r in range(rows):
-                        part_highs[job * UNIT + r] = NEVER
-                    continue
-                _pack(q, bounds[s], row, rows, group, head, packed)
-                _attend_split(
-                    packed, rows, row, group, starts[s], split, kv, scales, quantised, tables[s], page_size,
-                    page_tokens, k_at, ks_at, v_at, vs_at, head, dim, weights, parts, job * room,
-                    part_highs, part_totals, job * UNIT,
-                )  # fmt: skip
-        sums = np.empty((UNIT + 8) * dim, np.float32)
-        highs = np.empty(UNIT, np.float32)
-        totals = np.empty(UNIT, np.float32)
-        for u in range(units):
-            s, head, row = owner[u]
-            rows = min(UNIT, (bounds[s + 1] - bounds[s]) * group - row)
-            highs[:] = NEVER
-            for split in range(most_splits):
-                job = u * most_splits + split
-                _fold(rows, dim, parts, job * room, part_highs, part_totals, job * UNIT, sums, highs, totals)
-            _finish(rows, row, bounds[s], group, head, dim, sums, totals, out)
-    else:
-        for t in prange(threads):
-            packed = np.empty((UNIT + 8) * dim, np.float32)
-            weights = np.empty(8 * ROW, np.float32)
-            part = np.empty((UNIT + 8) * dim, np.float32)
-            high = np.empty(UNIT, np.float32)
-            total = np.empty(UNIT, np.float32)
-            sums = np.empty((UNIT + 8) * dim, np.float32)
-            highs = np.empty(UNIT, np.float32)
-            totals = np.empty(UNIT, np.float32)
-            for u in range(t, units, threads):
-                s, head, row = owner[u]
-                rows = min(UNIT, (bounds[s + 1] - bounds[s]) * group - row)
-                _pack(q, bounds[s], row, rows, group, head, packed)
-                highs[:] = NEVER
-                last_key = starts[s] + (row + rows - 1) // group + 1
-                for split in range((last_key + SPLIT - 1) // SPLIT):
-                    _attend_split(
-                        packed, rows, row, group, starts[s], split, kv, scales, quantised, tables[s],
-                        page_size, page_tokens, k_at, ks_at, v_at, vs_at, head, dim, weights, part, 0,
-                        high, total, 0,
-                    )  # fmt: skip
-                    _fold(rows, dim, part, 0, high, total, 0, sums, highs, totals)
-                _finish(rows, row, bounds[s], group, head, dim, sums, totals, out)
-
-
 @_kernel()
 def _norm(line, weight, eps):
     """RMS norm of one head's row, in place; the sum of squares runs in one fixed chain."""
@@ -363,64 +267,367 @@ def _quantise(line):
     return top if top > np.float32(1e-6) else np.float32(1)
 
 
-@_kernel(parallel=True)
-def write(
-    qkv, q_norm, k_norm, eps, cosine, sine, kv, scales, quantised, places, positions, page_size, page_tokens,
-    k_at, ks_at, v_at, vs_at, kv_heads, q_scale, threads, q,
+@_kernel()
+def _write_row(
+    i, qkv, q_norm, k_norm, eps, cosine, sine, kv, scales, quantised, place, position, page_size, page_tokens,
+    k_at, ks_at, v_at, vs_at, kv_heads, q_scale, line, q,
 ):  # fmt: skip
-    """Split projected rows into q, k, v: norm and rotate q and k, store k and v in their page slots.
-
-    qkv: float32 [n, (heads + 2 kv_heads) * dim]; q_norm, k_norm: [dim] or empty (no norm). cosine,
-    sine: [positions, dim_rotated / 2]. places: int32 [n, 2], page and slot of each row; positions: int32 [n].
-    q: float32 [n, heads, dim] out, times q_scale. Layout of kv and scales as in `attend`.
-    """
-    n = qkv.shape[0]
+    """Split one projected row into q, k, v: norm and rotate q and k, store k and v in their page slot."""
     heads = q.shape[1]
     dim = q.shape[2]
-    step = (n + threads - 1) // threads
-    for t in prange(threads):
-        line = np.empty(dim, np.float32)
-        for i in range(t * step, min(n, t * step + step)):
-            cos = cosine[positions[i]]
-            sin = sine[positions[i]]
-            for h in range(heads):
-                out = q[i, h]
-                for d in range(dim):
-                    out[d] = qkv[i, h * dim + d]
-                if len(q_norm):
-                    _norm(out, q_norm, eps)
-                _rotate(out, cos, sin)
-                for d in range(dim):
-                    out[d] *= q_scale
-            page = np.int64(places[i, 0])
-            slot = places[i, 1]
-            scale_base = page * (page_size // 4) + slot
-            for h in range(kv_heads):
-                for d in range(dim):
-                    line[d] = qkv[i, (heads + h) * dim + d]
-                if len(k_norm):
-                    _norm(line, k_norm, eps)
-                _rotate(line, cos, sin)
-                at = page * page_size + k_at + h * dim * page_tokens + slot
-                if quantised:
-                    scale = _quantise(line)
-                    scales[scale_base + ks_at + h * page_tokens] = scale
-                    for d in range(dim):
-                        kv[at + d * page_tokens] = np.int8(
-                            np.floor(line[d] * np.float32(127) / scale + np.float32(0.5))
-                        )
-                else:
-                    for d in range(dim):
-                        kv[at + d * page_tokens] = line[d]
-                value = (heads + kv_heads + h) * dim
-                at = page * page_size + v_at + (h * page_tokens + slot) * dim
-                if quantised:
-                    scale = _quantise(qkv[i, value : value + dim])
-                    scales[scale_base + vs_at + h * page_tokens] = scale
-                    for d in range(dim):
-                        kv[at + d] = np.int8(
-                            np.floor(qkv[i, value + d] * np.float32(127) / scale + np.float32(0.5))
-                        )
-                else:
-                    for d in range(dim):
-                        kv[at + d] = qkv[i, value + d]
+    cos = cosine[position]
+    sin = sine[position]
+    for h in range(heads):
+        out = q[i, h]
+        for d in range(dim):
+            out[d] = qkv[i, h * dim + d]
+        if len(q_norm):
+            _norm(out, q_norm, eps)
+        _rotate(out, cos, sin)
+        for d in range(dim):
+            out[d] *= q_scale
+    page = np.int64(place[0])
+    slot = place[1]
+    scale_base = page * (page_size // 4) + slot
+    for h in range(kv_heads):
+        for d in range(dim):
+            line[d] = qkv[i, (heads + h) * dim + d]
+        if len(k_norm):
+            _norm(line, k_norm, eps)
+        _rotate(line, cos, sin)
+        at = page * page_size + k_at + h * dim * page_tokens + slot
+        if quantised:
+            scale = _quantise(line)
+            scales[scale_base + ks_at + h * page_tokens] = scale
+            for d in range(dim):
+                kv[at + d * page_tokens] = np.int8(
+                    np.floor(line[d] * np.float32(127) / scale + np.float32(0.5))
+                )
+        else:
+            for d in range(dim):
+                kv[at + d * page_tokens] = line[d]
+        value = (heads + kv_heads + h) * dim
+        at = page * page_size + v_at + (h * page_tokens + slot) * dim
+        if quantised:
+            scale = _quantise(qkv[i, value : value + dim])
+            scales[scale_base + vs_at + h * page_tokens] = scale
+            for d in range(dim):
+                kv[at + d] = np.int8(np.floor(qkv[i, value + d] * np.float32(127) / scale + np.float32(0.5)))
+        else:
+            for d in range(dim):
+                kv[at + d] = qkv[i, value + d]
+
+
+WRITE_ROWS = 8  # rows that a thread puts into their slots before it takes the next ticket
+_FEW_UNITS = 8  # so many are folded faster by one thread than by two
+
+# A layer and a step, as the compiled functions see them: words, but for the last two of a step.
+LAYER = np.dtype(
+    RECORD
+    + [(name, np.int64) for name in ("ticket", "phase", "step", "layer")]
+    + [(name, np.int64) for name in ("k_at", "ks_at", "v_at", "vs_at", "q_norm", "k_norm", "norm_size")]
+)
+STEP = np.dtype(
+    [
+        (name, np.int64)
+        for name in ("rows", "threads", "sequences", "table_size", "bounds", "starts", "tables")
+    ]
+    + [
+        (name, np.int64)
+        for name in ("places", "positions", "units", "owner", "splits", "shared", "parts", "states")
+    ]
+    + [(name, np.int64) for name in ("ready", "stopped", "clock", "seconds", "fraction", "started")]
+    + [(name, np.int64) for name in ("waited", "attended")]
+    + [(name, np.int64) for name in ("q", "heads", "kv_heads", "dim", "kv", "kv_size", "scales")]
+    + [(name, np.int64) for name in ("page_size", "page_tokens", "cosine", "sine", "half", "num_positions")]
+    + [(name, np.int64) for name in ("scratch", "scratch_size")]
+    + [("eps", np.float32), ("q_scale", np.float32)]
+)
+_TICKET = 8 * list(LAYER.fields or ()).index("ticket")
+_SECONDS = 8 * list(STEP.fields or ()).index("seconds")
+_MONOTONIC = 1  # CLOCK_MONOTONIC
+_Layer = types.CPointer(numba.from_dtype(LAYER))
+_Step = types.CPointer(numba.from_dtype(STEP))
+_Word = types.CPointer(types.int64)
+_Half = types.CPointer(types.int32)
+_Float = types.CPointer(types.float32)
+_Byte = types.CPointer(types.int8)
+
+
+@_kernel()
+def _plan(bounds, starts, kv_heads, group):
+    """Units of a step as int64 [units, 3] (sequence, KV head, first row), and the most splits one of them has."""
+    units = 0
+    most_splits = 0
+    for s in range(len(starts)):
+        new = bounds[s + 1] - bounds[s]
+        units += (new * group + UNIT - 1) // UNIT * kv_heads
+        most_splits = max(most_splits, (starts[s] + new + SPLIT - 1) // SPLIT)
+    owner = np.empty((units, 3), np.int64)
+    u = 0
+    for s in range(len(starts)):
+        for row in range(0, (bounds[s + 1] - bounds[s]) * group, UNIT):
+            for head in range(kv_heads):
+                owner[u, 0] = s
+                owner[u, 1] = head
+                owner[u, 2] = row
+                u += 1
+    return owner, most_splits
+
+
+@_kernel()
+def _floats(address, size):
+    """`size` floats at an address."""
+    return carray(as_pointer(address, _Float), (size,))
+
+
+@_kernel()
+def _work(call, step, ticket_at, kv, quantised, worker):
+    """Do jobs of a layer's present phase until none is left."""
+    dim, heads, kv_heads = step.dim, step.heads, step.kv_heads
+    group = heads // kv_heads
+    padded = (UNIT + 8) * dim
+    q = carray(as_pointer(step.q, _Float), (step.rows, heads, dim))
+    scales = _floats(step.scales, step.kv_size // 4 if quantised else step.kv_size)
+    scratch = step.scratch + worker * step.scratch_size * 4
+    packed = _floats(scratch, padded)
+    part = _floats(scratch + 4 * padded, padded)
+    sums = _floats(scratch + 8 * padded, padded)
+    state = scratch + 12 * padded
+    high, total = _floats(state, UNIT), _floats(state + 4 * UNIT, UNIT)
+    highs, totals = _floats(state + 8 * UNIT, UNIT), _floats(state + 12 * UNIT, UNIT)
+    weights = _floats(state + 16 * UNIT, 8 * ROW)
+    if call.phase == 0:
+        qkv = carray(as_pointer(call.input, _Float), (step.rows, (heads + 2 * kv_heads) * dim))
+        q_norm = _floats(call.q_norm, call.norm_size)
+        k_norm = _floats(call.k_norm, call.norm_size)
+        cosine = carray(as_pointer(step.cosine, _Float), (step.num_positions, step.half))
+        sine = carray(as_pointer(step.sine, _Float), (step.num_positions, step.half))
+        places = carray(as_pointer(step.places, _Half), (step.rows, 2))
+        positions = carray(as_pointer(step.positions, _Half), (step.rows,))
+        line = _floats(scratch, dim)
+        while True:
+            first = take_ticket(ticket_at) * WRITE_ROWS
+            if first >= step.rows:
+                return
+            for i in range(first, min(step.rows, first + WRITE_ROWS)):
+                _write_row(
+                    i, qkv, q_norm, k_norm, step.eps, cosine, sine, kv, scales, quantised, places[i], positions[i],
+                    step.page_size, step.page_tokens, call.k_at, call.ks_at, call.v_at, call.vs_at, kv_heads,
+                    step.q_scale, line, q,
+                )  # fmt: skip
+    out = carray(as_pointer(call.output, _Float), (step.rows, heads, dim))
+    bounds = carray(as_pointer(step.bounds, _Word), (step.sequences + 1,))
+    starts = carray(as_pointer(step.starts, _Word), (step.sequences,))
+    tables = carray(as_pointer(step.tables, _Half), (step.sequences, step.table_size))
+    owner = carray(as_pointer(step.owner, _Word), (step.units, 3))
+    jobs = step.units * step.splits
+    parts = _floats(step.parts, jobs * padded)
+    part_highs, part_totals = (
+        _floats(step.states, jobs * UNIT),
+        _floats(step.states + 4 * jobs * UNIT, jobs * UNIT),
+    )
+    while True:
+        job = take_ticket(ticket_at)
+        if call.phase == 1 and step.shared:
+            if job >= jobs:
+                return
+            s, head, row = owner[job // step.splits]
+            split = job % step.splits
+            rows = min(UNIT, (bounds[s + 1] - bounds[s]) * group - row)
+            if split * SPLIT >= starts[s] + (row + rows - 1) // group + 1:
+                for r in range(rows):
+                    part_highs[job * UNIT + r] = NEVER
+                continue
+            _pack(q, bounds[s], row, rows, group, head, packed)
+            _attend_split(
+                packed, rows, row, group, starts[s], split, kv, scales, quantised, tables[s], step.page_size,
+                step.page_tokens, call.k_at, call.ks_at, call.v_at, call.vs_at, head, dim, weights, parts,
+                job * padded, part_highs, part_totals, job * UNIT,
+            )  # fmt: skip
+            continue
+        if job >= step.units:
+            return
+        unit = step.units - 1 - job  # the last ones of a sequence have the most keys
+        s, head, row = owner[unit]
+        rows = min(UNIT, (bounds[s + 1] - bounds[s]) * group - row)
+        highs[:] = NEVER
+        if call.phase == 1:
+            _pack(q, bounds[s], row, rows, group, head, packed)
+            last_key = starts[s] + (row + rows - 1) // group + 1
+            for split in range((last_key + SPLIT - 1) // SPLIT):
+                _attend_split(
+                    packed, rows, row, group, starts[s], split, kv, scales, quantised, tables[s], step.page_size,
+                    step.page_tokens, call.k_at, call.ks_at, call.v_at, call.vs_at, head, dim, weights, part, 0,
+                    high, total, 0,
+                )  # fmt: skip
+                _fold(rows, dim, part, 0, high, total, 0, sums, highs, totals)
+        else:
+            for split in range(step.splits):
+                at = unit * step.splits + split
+                _fold(rows, dim, parts, at * padded, part_highs, part_totals, at * UNIT, sums, highs, totals)
+        _finish(rows, row, bounds[s], group, head, dim, sums, totals, out)
+
+
+@_kernel()
+def _now(step, step_at):
+    """Nanoseconds of the monotonic clock."""
+    call_2(step.clock, (_MONOTONIC, step_at + _SECONDS))
+    return step.seconds * 1_000_000_000 + step.fraction
+
+
+@_kernel()
+def _begin(call, step, phase):
+    """Prepare a phase of a layer and return how many threads it is for, 0 when all are done."""
+    call.ticket = 0
+    call.phase = phase
+    if phase == 0:
+        before = _now(step, call.step)
+        if step.ready and not step.stopped:
+            step.stopped = call_1(step.ready, (call.layer,))
+        step.started = _now(step, call.step)
+        step.waited += step.started - before
+        if step.stopped:
+            return 0
+        out = _floats(call.output, call.rows * call.width)
+        for i in range(step.rows * call.width, len(out)):
+            out[i] = np.float32(0)
+        return min(step.threads, (step.rows + WRITE_ROWS - 1) // WRITE_ROWS)
+    if phase == 1:
+        return min(step.threads, step.units * step.splits if step.shared else step.units)
+    if phase == 2 and step.shared:
+        return step.threads if step.units > _FEW_UNITS else 1
+    step.attended += _now(step, call.step) - step.started
+    return 0
+
+
+@functools.cache
+def _compiled(quantised: bool) -> tuple[Any, Any]:
+    """The functions (begin, work) that onnxruntime's threads call, for int8 or float32 pages."""
+    kind = _Byte if quantised else _Float
+
+    def begin(address, phase):
+        call = carray(as_pointer(address, _Layer), (1,))[0]
+        return _begin(call, carray(as_pointer(call.step, _Step), (1,))[0], phase)
+
+    def work(address, worker):
+        call = carray(as_pointer(address, _Layer), (1,))[0]
+        step = carray(as_pointer(call.step, _Step), (1,))[0]
+        kv = carray(as_pointer(step.kv, kind), (step.kv_size,))
+        _work(call, step, address + _TICKET, kv, quantised, worker)
+
+    return (
+        _kernel(cfunc, types.int64(types.int64, types.int64))(begin),
+        _kernel(cfunc, types.void(types.int64, types.int64))(work),
+    )
+
+
+class Attention:
+    """The attention of all layers of an engine over its page pool, as records for the operator `kestrel.Call`.
+
+    `plan` once a step; then graphs run the records, each with its layer's projected rows as input.
+    """
+
+    def __init__(
+        self, pool: PagePool, num_heads: int, norms: Sequence[tuple[Floats, Floats]], cosine: Floats, sine: Floats,
+        eps: float, q_scale: float, max_rows: int, threads: int,
+    ):  # fmt: skip
+        """norms: of each layer, the weights [dim] of q's and k's norm, or empty arrays (no norm), and eps of both.
+
+        cosine, sine: rotary table [positions, dim_rotated / 2]. q_scale: dim^-0.5 * LOG2E for attention as usual.
+        max_rows: most rows of a step. threads: how many share a layer, as many as onnxruntime has.
+        """
+        layout = pool.layout
+        dim, kv_heads = layout.head_dim, layout.num_kv_heads
+        self.threads = threads
+        self.q: Floats = np.zeros(
+            (max_rows, num_heads, dim), np.float32
+        )  # as attended: normed, rotated, scaled
+        self._group, self._kv_heads, self._dim = num_heads // kv_heads, kv_heads, dim
+        scratch_size = -(-(3 * (UNIT + 8) * dim + 4 * UNIT + 8 * ROW) // 16) * 16
+        self._scratch = np.zeros(threads * scratch_size, np.float32)
+        self._parts, self._states = np.zeros(0, np.float32), np.zeros(0, np.float32)
+        self._held = pool, norms, cosine, sine
+        begin, work = _compiled(pool.quantised)
+        self._step_record = np.zeros(1, STEP)
+        self._set(
+            q=self.q, heads=num_heads, kv_heads=kv_heads, dim=dim, kv=pool.kv, kv_size=pool.kv.size,
+            scales=pool.scales, page_size=pool.page_size, page_tokens=pool.page_tokens, cosine=cosine, sine=sine,
+            half=cosine.shape[1], num_positions=len(cosine), scratch=self._scratch, scratch_size=scratch_size,
+            eps=np.float32(eps), q_scale=np.float32(q_scale), clock=address_of(ctypes.CDLL(None).clock_gettime),
+        )  # fmt: skip
+        self._layers = np.zeros(layout.num_layers, LAYER)
+        for layer, (q_norm, k_norm) in enumerate(norms):
+            self._layers[layer] = (
+                begin.address, work.address, 0, 0, 0, num_heads * dim, 0, 0, self._step_record.ctypes.data, layer,
+                *pool.layer_offsets(layer), q_norm.ctypes.data, k_norm.ctypes.data, len(q_norm),
+            )  # fmt: skip
+        self._hook = _Hook()
+
+    def record(self, layer: int) -> npt.NDArray[np.int64]:
+        """What the operator of a layer takes as its first input: int64 [1]."""
+        return np.array([self._layers[layer : layer + 1].ctypes.data], np.int64)
+
+    def plan(
+        self, bounds: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], tables: npt.NDArray[np.int32],
+        places: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], padded: int,
+        layer_ready: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Take the rows of a step: sequence s owns rows [bounds[s], bounds[s+1]), at positions starts[s]…
+
+        They see every key up to themselves. tables: pages [sequences, pages]; places: page and slot of each row;
+        positions: of each row; all contiguous. padded: rows of the graphs' tensors; those beyond the last sequence
+        come out as zeros. layer_ready(l) is called before layer l touches its pages.
+        """
+        owner, splits = _plan(bounds, starts, self._kv_heads, self._group)
+        # Keys that all rows together see, times what a key costs: less than this is not worth a second thread.
+        work = (int(positions.sum()) + len(positions)) * self._group * self._kv_heads * self._dim
+        threads = 1 if work < _WORTH_A_THREAD else self.threads
+        shared = threads > 1 and splits > 1 and len(owner) < 4 * threads
+        jobs = len(owner) * splits
+        if shared and len(self._parts) < jobs * (UNIT + 8) * self._dim:
+            self._parts = np.empty(jobs * (UNIT + 8) * self._dim, np.float32)
+            self._states = np.empty(2 * jobs * UNIT, np.float32)
+        self._planned = bounds, starts, tables, places, positions, owner  # keeps what the record points to
+        self._hook.function, self._hook.failed = layer_ready, None
+        self._set(
+            rows=len(positions), threads=threads, sequences=len(starts), table_size=tables.shape[1], bounds=bounds,
+            starts=starts, tables=tables, places=places, positions=positions, units=len(owner), owner=owner,
+            splits=splits, shared=shared, parts=self._parts, states=self._states, waited=0, attended=0, stopped=0,
+            ready=0 if layer_ready is None else self._hook.address,
+        )  # fmt: skip
+        self._layers["rows"] = padded
+
+    def finish(self) -> tuple[float, float]:
+        """Seconds that the step's layers attended and waited; raises what `layer_ready` raised."""
+        if self._hook.failed is not None:
+            raise self._hook.failed
+        record = self._step_record[0]
+        return float(record["attended"]) * 1e-9, float(record["waited"]) * 1e-9
+
+    def _set(self, **values: Any) -> None:
+        record = self._step_record[0]
+        for name, value in values.items():
+            record[name] = value.ctypes.data if isinstance(value, np.ndarray) else value
+
+
+class _Hook:
+    """A C function for `layer_ready`: 0 to go on, 1 when it has raised; the layers that follow are then left out."""
+
+    def __init__(self) -> None:
+        self.function: Callable[[int], None] | None = None
+        self.failed: BaseException | None = None
+        hook = weakref.ref(self)
+
+        def call(layer: int) -> int:
+            found = hook()
+            assert found is not None and found.function is not None
+            try:
+                found.function(layer)
+            except BaseException as error:  # nothing may pass through the compiled code in between
+                found.failed = error
+                return 1
+            return 0
+
+        self._callback = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(call)
+        self.address = address_of(self._callback)

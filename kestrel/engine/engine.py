@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kestrel.engine import attention, numerics
+from kestrel.engine import numerics
+from kestrel.engine.attention import LOG2E, Attention
 from kestrel.engine.layers import Floats, LayerGraphs, share_resources
 from kestrel.engine.memory import with_huge_pages
 from kestrel.engine.pool import PagePool
@@ -21,9 +22,6 @@ from kestrel.errors import RequestError
 from kestrel.identity import Tokens
 from kestrel.models.weights import Weights
 from kestrel.store.layout import KvDtype, PageLayout
-
-# Below this many multiply-adds waking a second thread costs more than it saves (about 10 us a wake-up).
-_WORTH_A_THREAD = 200_000
 
 
 @dataclass(frozen=True)
@@ -76,22 +74,28 @@ class Engine:
         self.chunk_tokens = chunk_tokens
         self.threads = min(threads or _num_cores(), _num_cores())
         share_resources(self.threads)
-        attention.use_threads(self.threads)
         layout = PageLayout(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, kv_dtype)
         self.pool = PagePool(layout, page_tokens, kv_ram_bytes, min(kv_touched_bytes, kv_ram_bytes))
+        no_norm = np.zeros(0, np.float32)
+        self._attention = Attention(
+            self.pool,
+            geometry.num_heads,
+            [
+                (no_norm if w.q_norm is None else w.q_norm, no_norm if w.k_norm is None else w.k_norm)
+                for w in weights.layers
+            ],
+            *numerics.rope_table(geometry, self.context_tokens),
+            geometry.norm_eps,
+            geometry.head_dim**-0.5 * LOG2E,
+            chunk_tokens,
+            self.threads,
+        )
+        records = [self._attention.record(layer) for layer in range(geometry.num_layers)]
         self.graphs = with_huge_pages(
-            lambda: LayerGraphs(weights, max(chunk_tokens, numerics.MOST_LEAST_ROWS))
+            lambda: LayerGraphs(weights, max(chunk_tokens, numerics.MOST_LEAST_ROWS), records)
         )
         self.numerics = numerics.measure(weights, kv_dtype, self.graphs)
         self.seconds = StepSeconds()
-        self._q: Floats = np.zeros((chunk_tokens, geometry.num_heads, geometry.head_dim), np.float32)
-        self._cosine, self._sine = numerics.rope_table(geometry, self.context_tokens)
-        self._q_scale = np.float32(geometry.head_dim**-0.5 * attention.LOG2E)
-        self._norms = [
-            (no_norm if w.q_norm is None else w.q_norm, no_norm if w.k_norm is None else w.k_norm)
-            for w in weights.layers
-            for no_norm in (np.zeros(0, np.float32),)
-        ]
 
     def forward(self, spans: Sequence[Span], layer_ready: Callable[[int], None] | None = None) -> Floats:
         """Compute one step; return float32 [sum of num_logits, vocab_size] in the order of the spans.
@@ -105,44 +109,25 @@ class Engine:
             raise RequestError(f"a step takes 1 to {self.chunk_tokens} rows, found {rows}")
         if any(span.start + len(span.tokens) > self.context_tokens for span in spans):
             raise RequestError(f"a sequence may hold {self.context_tokens} tokens")
-        graphs, geometry = self.graphs, self.geometry
+        graphs, clock = self.graphs, time.perf_counter
         step = _Step(spans, self.pool.page_tokens)
         padded = max(rows, self.numerics.least_rows)
         graphs.residual[:rows] = self.weights.embed(step.tokens)
-        if padded > rows:
-            graphs.residual[rows:padded] = 0
-            graphs.attended[rows:padded] = 0
-        q = self._q[:rows]
-        attended = graphs.attended[:rows].reshape(q.shape)
-        small = step.work * geometry.num_heads * geometry.head_dim < _WORTH_A_THREAD
-        threads = attention.use_threads(1 if small else self.threads)
-        pool, clock = self.pool, time.perf_counter
-        for layer in range(geometry.num_layers):
-            t0 = clock()
-            graphs.project(layer, padded)
-            t1 = clock()
-            if layer_ready is not None:
-                layer_ready(layer)
-            t2 = clock()
-            offsets = pool.layer_offsets(layer)
-            attention.write(
-                graphs.qkv[:rows], *self._norms[layer], np.float32(geometry.norm_eps), self._cosine, self._sine,
-                pool.kv, pool.scales, pool.quantised, step.places, step.positions, pool.page_size,
-                pool.page_tokens, *offsets, geometry.num_kv_heads, self._q_scale, threads, q,
-            )  # fmt: skip
-            attention.attend(
-                q, pool.kv, pool.scales, pool.quantised, step.tables, step.bounds, step.starts, pool.page_size,
-                pool.page_tokens, *offsets, geometry.num_kv_heads, threads, attended,
-            )  # fmt: skip
-            t3 = clock()
-            self.seconds.graphs += t1 - t0
-            self.seconds.waiting += t2 - t1
-            self.seconds.attention += t3 - t2
-        if not step.picked:
-            return np.zeros((0, geometry.vocab_size), np.float32)
+        graphs.residual[rows:padded] = 0
         t0 = clock()
+        self._attention.plan(
+            step.bounds, step.starts, step.tables, step.places, step.positions, padded, layer_ready
+        )
+        graphs.run(padded)
+        t1 = clock()
+        attended, waited = self._attention.finish()
+        self.seconds.attention += attended
+        self.seconds.waiting += waited
+        self.seconds.graphs += t1 - t0 - attended - waited
+        if not step.picked:
+            return np.zeros((0, self.geometry.vocab_size), np.float32)
         logits = graphs.logits(step.picked, self.numerics.least_rows)
-        self.seconds.head += clock() - t0
+        self.seconds.head += clock() - t1
         return logits
 
 
@@ -173,7 +158,6 @@ class _Step:
         self.places = np.empty((len(self.tokens), 2), np.int32)
         self.places[:, 0] = self.tables[owner, self.positions // page_tokens]
         self.places[:, 1] = self.positions % page_tokens
-        self.work = int(self.positions.sum()) + len(self.positions)  # keys seen by all rows together
         self.picked = [
             int(self.bounds[i + 1]) - span.num_logits + j
             for i, span in enumerate(spans)

@@ -1,8 +1,8 @@
-"""The weight-heavy part of the model as onnxruntime graphs: one small graph a layer.
+"""The model as onnxruntime graphs: all layers in one, with Kestrel's attention as an operator between the products.
 
-Attention stands between two graphs, so graph l ends layer l-1 (output projection, MLP) and begins
-layer l (norm, QKV). Graph 0 only begins, the last graph ends the model: final norm and head.
-With a mixture of experts the end of a layer is cut out of the graph: which experts run depends on the rows.
+The last layer ends in a graph of its own, with the final norm and the head, for the rows whose logits are wanted.
+With a mixture of experts there is a graph for each layer, and the end of a layer is cut out of it: which experts run
+depends on the rows.
 Weights are handed to onnxruntime as the memory-mapped arrays they are; it keeps its packed copy only.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
+from kestrel.engine import worker_pool
 from kestrel.errors import RequestError
 from kestrel.models.geometry import Experts, Geometry
 from kestrel.models.quantisation import BLOCKS
@@ -25,6 +26,7 @@ Floats = npt.NDArray[np.float32]
 # A session costs 0.7 MB whatever is in it, an expert that has no rows 3 us of a run. With one session for each expert
 # the 6144 experts of Qwen3-30B-A3B would cost 4.3 GB.
 _EXPERTS_PER_GRAPH = 4
+_CONTRIB = "com.microsoft"  # onnxruntime's own operators
 _BOUND_ROW_COUNTS = 32  # row counts whose bindings are kept: decode steps of a few sequences, full chunks
 
 
@@ -49,12 +51,11 @@ class Graph:
         self._weights: dict[str, npt.NDArray[Any]] = {}
 
     def node(
-        self, op: str, inputs: Sequence[str], outputs: Sequence[str], contrib: bool = False, **attributes: Any
+        self, op: str, inputs: Sequence[str], outputs: Sequence[str], domain: str = "", **attributes: Any
     ) -> str:
         """Append one operator and return the name of its first output."""
         from onnx import helper
 
-        domain = "com.microsoft" if contrib else ""
         self._nodes.append(helper.make_node(op, list(inputs), list(outputs), domain=domain, **attributes))
         return outputs[0]
 
@@ -77,7 +78,7 @@ class Graph:
             "MatMulNBits",
             [x, self.weight(name, weight.values), self.weight(f"{name}.scales", weight.scales)],
             [f"{name}.out"],
-            contrib=True,
+            domain=_CONTRIB,
             K=length,
             N=weight.out_features,
             bits=weight.bits,
@@ -101,7 +102,7 @@ class Graph:
             "SkipSimplifiedLayerNormalization",
             [residual, x, self.weight(name, weight)],
             [f"{name}.out", "", "", total] if total else [f"{name}.out"],
-            contrib=True,
+            domain=_CONTRIB,
             epsilon=eps,
         )
 
@@ -109,13 +110,19 @@ class Graph:
         """silu(gate) * up of rows that hold gate, then up; `name` tells several of them apart."""
         gate, up = f"{name}gate", f"{name}up"
         self.node("Split", [gate_up], [gate, up], axis=-1, num_outputs=2)
-        self.node("QuickGelu", [gate], [f"{gate}.silu"], contrib=True, alpha=1.0)
+        self.node("QuickGelu", [gate], [f"{gate}.silu"], domain=_CONTRIB, alpha=1.0)
         return self.node("Mul", [f"{gate}.silu", up], [f"{name}swiglu.out"])
 
     def mlp(self, x: str, weights: Mlp, name: str = "") -> str:
         """SwiGLU MLP of x; `name` tells several of them apart."""
         gate_up = self.linear(x, weights.gate_up, f"{name}gate_up")
         return self.linear(self.swiglu(gate_up, name), weights.down, f"{name}down")
+
+    def attention(self, qkv: str, record: npt.NDArray[np.int64], name: str) -> str:
+        """Attention of projected rows, which are also stored; record: that of the layer, from engine/attention.py."""
+        return self.node(
+            worker_pool.NAME, [self.weight(f"{name}.record", record), qkv], [name], domain=worker_pool.DOMAIN
+        )
 
     def choose(self, scores: str, experts: Experts) -> tuple[str, str]:
         """The experts of each row and their shares: (int64, float32) [rows, num_used], largest share first.
@@ -161,7 +168,10 @@ class Graph:
         )
         model = helper.make_model(
             graph,
-            opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)],
+            opset_imports=[
+                helper.make_opsetid(domain, version)
+                for domain, version in (("", 21), (_CONTRIB, 1), (worker_pool.DOMAIN, 1))
+            ],
             ir_version=10,
         )
         options = ort.SessionOptions()
@@ -169,6 +179,7 @@ class Graph:
         options.log_severity_level = 3
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.add_session_config_entry("session.use_env_allocators", "1")
+        worker_pool.register(options)
         options.add_external_initializers(
             list(self._weights), [ort.OrtValue.ortvalue_from_numpy(array) for array in self._weights.values()]
         )
@@ -176,48 +187,73 @@ class Graph:
 
 
 def attention_output(
-    graph: Graph, weights: LayerWeights, geometry: Geometry, residual: str, attended: str
+    graph: Graph, weights: LayerWeights, geometry: Geometry, residual: str, attended: str, name: str = ""
 ) -> tuple[str, str]:
     """What follows attention in a layer: output projection, residual and norm; returns (residual, MLP input)."""
-    projected = graph.linear(attended, weights.o, "o")
+    projected = graph.linear(attended, weights.o, f"{name}o")
+    total = f"{name}residual.mid"
     hidden = graph.add_norm(
-        residual, projected, weights.post_norm, "post_norm", geometry.norm_eps, "residual.mid"
+        residual, projected, weights.post_norm, f"{name}post_norm", geometry.norm_eps, total
     )
-    return "residual.mid", hidden
+    return total, hidden
 
 
-def _layer_session(weights: Weights, layer: int) -> ort.InferenceSession:
+def projection(graph: Graph, weights: LayerWeights, hidden: str, name: str = "") -> str:
+    """Queries, keys and values of normed rows."""
+    qkv = graph.linear(hidden, weights.qkv, f"{name}qkv")
+    if weights.qkv_bias is not None:
+        bias = graph.weight(f"{name}qkv.bias", weights.qkv_bias)
+        qkv = graph.node("Add", [qkv, bias], [f"{name}qkv.biased"])
+    return qkv
+
+
+def _layers_session(
+    weights: Weights, layers: range, records: Sequence[npt.NDArray[np.int64]]
+) -> ort.InferenceSession:
+    """From what enters the first layer (the sum; behind experts, also what they add) to the last one's attention."""
     geometry = weights.geometry
-    attended_width = geometry.num_heads * geometry.head_dim
+    graph = Graph()
+    residual, x = "residual", ""
+    inputs = {residual: geometry.hidden_size}
+    if layers[0]:
+        x = "mixed"
+        inputs[x] = geometry.hidden_size
+    attended = ""
+    for layer in layers:
+        held, name = weights.layers[layer], f"{layer}."
+        if attended:
+            residual, hidden = attention_output(
+                graph, weights.layers[layer - 1], geometry, residual, attended, f"{layer - 1}."
+            )
+            x = graph.mlp(hidden, weights.layers[layer - 1].mlps[0], f"{layer - 1}.")
+        if x:
+            total = f"{name}residual"
+            hidden = graph.add_norm(residual, x, held.input_norm, f"{name}norm", geometry.norm_eps, total)
+            residual = total
+        else:
+            hidden = graph.norm(residual, held.input_norm, f"{name}norm", geometry.norm_eps)
+        qkv = projection(graph, held, hidden, name)
+        attended = graph.attention(qkv, records[layer], f"{name}attended")
+    outputs = {attended: geometry.num_heads * geometry.head_dim}
+    if residual != "residual":
+        outputs[residual] = geometry.hidden_size
+    return graph.session(inputs, outputs)
+
+
+def _head_session(weights: Weights) -> ort.InferenceSession:
+    """The end of the last layer, the final norm and the head."""
+    geometry = weights.geometry
     graph = Graph()
     inputs = {"residual": geometry.hidden_size}
-    outputs: dict[str, int] = {}
-    last = layer == geometry.num_layers
-    norm = weights.norm if last else weights.layers[layer].input_norm
-    if layer == 0:
-        hidden = graph.norm("residual", norm, "norm", geometry.norm_eps)
+    if geometry.experts is None:
+        inputs["attended"] = geometry.num_heads * geometry.head_dim
+        residual, hidden = attention_output(graph, weights.layers[-1], geometry, "residual", "attended")
+        x = graph.mlp(hidden, weights.layers[-1].mlps[0])
     else:
+        inputs["mixed"] = geometry.hidden_size
         residual, x = "residual", "mixed"
-        if geometry.experts is None:
-            inputs["attended"] = attended_width
-            ended = weights.layers[layer - 1]
-            residual, hidden = attention_output(graph, ended, geometry, "residual", "attended")
-            x = graph.mlp(hidden, ended.mlps[0])
-        else:
-            inputs["mixed"] = geometry.hidden_size
-        total = "" if last else "residual.out"
-        hidden = graph.add_norm(residual, x, norm, "norm", geometry.norm_eps, total)
-        if not last:
-            outputs["residual.out"] = geometry.hidden_size
-    if last:
-        outputs[graph.linear(hidden, weights.head, "head")] = weights.head.out_features
-    else:
-        qkv = graph.linear(hidden, weights.layers[layer].qkv, "qkv")
-        bias = weights.layers[layer].qkv_bias
-        if bias is not None:
-            qkv = graph.node("Add", [qkv, graph.weight("qkv.bias", bias)], ["qkv.biased"])
-        outputs[qkv] = weights.layers[layer].qkv.out_features
-    return graph.session(inputs, outputs)
+    hidden = graph.add_norm(residual, x, weights.norm, "norm", geometry.norm_eps, "")
+    return graph.session(inputs, {graph.linear(hidden, weights.head, "head"): weights.head.out_features})
 
 
 class ExpertLayer:
@@ -277,53 +313,64 @@ class ExpertLayer:
 class LayerGraphs:
     """All graphs of a model and the buffers between them.
 
-    The caller fills `residual` with embeddings, then for each layer calls `project`, reads `qkv` and
-    fills `attended`; `logits` ends the step. Buffers hold `max_rows` rows; a step uses the first n.
+    The caller fills `residual` with embeddings, plans the step's attention and calls `run`; `logits` ends the step.
+    Buffers hold `max_rows` rows; a step uses the first n.
     """
 
-    def __init__(self, weights: Weights, max_rows: int):
+    def __init__(self, weights: Weights, max_rows: int, records: Sequence[npt.NDArray[np.int64]]):
+        """records: what each layer's attention operator takes, see engine/attention.py."""
         geometry = weights.geometry
         self.geometry = geometry
+        self.weights = weights
         self.max_rows = max_rows
         self._residuals = [np.zeros((max_rows, geometry.hidden_size), np.float32) for _ in range(2)]
-        self.attended: Floats = np.zeros((max_rows, geometry.num_heads * geometry.head_dim), np.float32)
-        width = (geometry.num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim
-        self.qkv: Floats = np.zeros((max_rows, width), np.float32)
-        self._sessions = [_layer_session(weights, layer) for layer in range(geometry.num_layers + 1)]
+        self._attended: Floats = np.zeros((max_rows, geometry.num_heads * geometry.head_dim), np.float32)
+        self._mixed: Floats = np.zeros((max_rows, geometry.hidden_size), np.float32)
+        every = range(geometry.num_layers)
+        parts = [every] if geometry.experts is None else [every[layer : layer + 1] for layer in every]
+        self._sessions = [_layers_session(weights, layers, records) for layers in parts]
+        self._head = _head_session(weights)
         self._expert_layers: list[ExpertLayer] = []
         if geometry.experts is not None:
             self._expert_layers = [ExpertLayer(layer, geometry) for layer in weights.layers]
-        self._mixed: Floats = np.zeros((max_rows, geometry.hidden_size), np.float32)
         self.least_expert_rows = 1  # set by numerics.least_rows
+        # A graph may not write where it still reads, so the sum goes from one buffer to the other: numbers of buffers.
+        self._sources = [0]
+        for session in self._sessions:
+            moved = len(session.get_outputs()) == 2
+            self._sources.append((self._sources[-1] + 1) % 2 if moved else self._sources[-1])
         self._bindings: dict[int, list[Any]] = {}
-
-    @property
-    def _last_residual(self) -> Floats:
-        return self._residuals[(self.geometry.num_layers + 1) % 2]
 
     @property
     def residual(self) -> Floats:
         """Where the embeddings of a step go: float32 [max_rows, hidden_size]."""
         return self._residuals[0]
 
+    @property
+    def _last_residual(self) -> Floats:
+        return self._residuals[self._sources[-1]]
+
     def fill_last(self, residual: Floats, attended: Floats) -> None:
         """Put rows where `logits` reads them, as if the layers before had left them there."""
         self._last_residual[: len(residual)] = residual
-        self.attended[: len(attended)] = attended
+        self._attended[: len(attended)] = attended
 
-    def project(self, layer: int, rows: int) -> None:
-        """Run graph `layer` on the first `rows` rows: `residual` and `attended` in, `residual` and `qkv` out."""
+    def run(self, rows: int) -> None:
+        """Run all layers on the first `rows` rows of `residual`, up to the attention of the last one."""
         bindings = self._bindings.get(rows)
         if bindings is None:
             if len(self._bindings) >= _BOUND_ROW_COUNTS:
                 self._bindings.pop(next(iter(self._bindings)))
-            bindings = self._bindings[rows] = [self._bind(i, rows) for i in range(self.geometry.num_layers)]
-        if layer and self._expert_layers:
-            source = self._residuals[(layer + 1) % 2]
-            self._expert_layers[layer - 1].run(
-                source[:rows], self.attended[:rows], self._mixed[:rows], self.least_expert_rows
-            )
-        self._sessions[layer].run_with_iobinding(bindings[layer])
+            bindings = self._bindings[rows] = [self._bind(i, rows) for i in range(len(self._sessions))]
+        for i, session in enumerate(self._sessions):
+            if i:
+                self._expert_layers[i - 1].run(
+                    self._residuals[self._sources[i]][:rows],
+                    self._attended[:rows],
+                    self._mixed[:rows],
+                    self.least_expert_rows,
+                )
+            session.run_with_iobinding(bindings[i])
 
     def logits(self, picked: Sequence[int], least: int) -> Floats:
         """End the model for the picked rows only: float32 [len(picked), vocab_size].
@@ -336,32 +383,24 @@ class LayerGraphs:
             name: np.pad(buffer[rows], ((0, short), (0, 0)))
             for name, buffer in (
                 ("residual", self._last_residual),
-                ("attended", self.attended),
+                ("attended", self._attended),
             )
         }
         if self._expert_layers:
             feeds["mixed"] = np.empty_like(feeds["residual"])
             self._expert_layers[-1].run(**feeds, least=self.least_expert_rows)
             del feeds["attended"]
-        result: Floats = self._sessions[-1].run(None, feeds)[0]
+        result: Floats = self._head.run(None, feeds)[0]
         return result[: len(rows)]
 
-    def _bind(self, layer: int, rows: int) -> Any:
-        session = self._sessions[layer]
+    def _bind(self, number: int, rows: int) -> Any:
+        session = self._sessions[number]
         binding = session.io_binding()
-        # Layers alternate between two residual buffers: a graph may not write where it still reads.
-        source, target = self._residuals[(layer + 1) % 2], self._residuals[layer % 2]
-        if layer == 0:
-            source = target = self._residuals[0]
-        buffers = {
-            "residual": source,
-            "attended": self.attended,
-            "mixed": self._mixed,
-            "residual.out": target,
-        }
-        for item, bind in [(i, binding.bind_input) for i in session.get_inputs()] + [
-            (o, binding.bind_output) for o in session.get_outputs()
-        ]:
-            buffer = buffers.get(item.name, self.qkv)
-            bind(item.name, "cpu", 0, np.float32, (rows, buffer.shape[1]), buffer.ctypes.data)
+        source, target = (self._residuals[self._sources[i]] for i in (number, number + 1))
+        for item in session.get_inputs():
+            buffer = source if item.name == "residual" else self._mixed
+            binding.bind_input(item.name, "cpu", 0, np.float32, (rows, buffer.shape[1]), buffer.ctypes.data)
+        for item in session.get_outputs():
+            buffer = self._attended if item.name.endswith("attended") else target
+            binding.bind_output(item.name, "cpu", 0, np.float32, (rows, buffer.shape[1]), buffer.ctypes.data)
         return binding

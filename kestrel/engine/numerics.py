@@ -9,13 +9,12 @@ steps are padded to the fewest rows that do not.
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kestrel.engine import attention
-from kestrel.engine.layers import Floats, Graph, LayerGraphs
+from kestrel.engine.attention import Attention
+from kestrel.engine.layers import Floats, Graph, LayerGraphs, projection
 from kestrel.engine.pool import PagePool
 from kestrel.models.geometry import Experts, Geometry
 from kestrel.models.quantisation import BLOCKS, num_blocks
@@ -50,19 +49,25 @@ def measure(weights: Weights, kv_dtype: KvDtype, graphs: LayerGraphs) -> Numeric
 def least_rows(graphs: LayerGraphs) -> int | None:
     """Fewest rows (1, 2, 4 or 8) from which on the graphs give every row the same bits in any company; None if none.
 
-    Runs a middle layer and the head of the real model with fixed inputs. Experts meet few of a step's rows, so they
+    Runs a projection and the end of the real model with fixed inputs. Experts meet few of a step's rows, so they
     are padded too: graphs.least_expert_rows is left at the number found.
     """
-    layer = min(1, graphs.geometry.num_layers - 1)
-    inputs = _pattern((128, graphs.geometry.hidden_size)), _pattern((128, graphs.attended.shape[1]))
+    geometry = graphs.geometry
+    held = graphs.weights.layers[min(1, geometry.num_layers - 1)]
+    inputs = (
+        _pattern((128, geometry.hidden_size)),
+        _pattern((128, geometry.num_heads * geometry.head_dim)),
+    )
     largest = min(64, graphs.max_rows)
+    graph = Graph()
+    hidden = graph.norm("residual", held.input_norm, "norm", geometry.norm_eps)
+    qkv = projection(graph, held, hidden)
+    session = graph.session({"residual": geometry.hidden_size}, {qkv: held.qkv.out_features})
 
     def run(first: int, rows: int) -> list[npt.NDArray[Any]]:
-        graphs.residual[:rows], graphs.attended[:rows] = (x[first : first + rows] for x in inputs)
-        graphs.project(layer, rows)
-        projected = graphs.qkv[:rows].copy()
-        graphs.fill_last(*(x[first : first + rows] for x in inputs))
-        return [projected, graphs.logits(range(rows), rows)]
+        residual, attended = (x[first : first + rows] for x in inputs)
+        graphs.fill_last(residual, attended)
+        return [session.run(None, {"residual": residual})[0], graphs.logits(range(rows), rows)]
 
     def differs(rows: int) -> bool:
         return any(
@@ -148,21 +153,33 @@ def _probe_attention(geometry: Geometry, kv_dtype: KvDtype) -> list[npt.NDArray[
     norm = np.zeros(0, np.float32)
     if geometry.qk_norm:
         norm = _pattern((dim,))
-        norm.flags.writeable = False  # like the mapped weights, or the kernel would be compiled twice
-    q = np.zeros((rows, heads, dim), np.float32)
-    out = np.zeros((5, heads, dim), np.float32)
     places = np.stack([positions // 128, positions % 128], 1).astype(np.int32)
-    threads = numba.get_num_threads()
-    offsets = pool.layer_offsets(0)
-    attention.write(
-        qkv, norm, norm, np.float32(geometry.norm_eps), *rope_table(geometry, rows), pool.kv, pool.scales,
-        pool.quantised, places, positions, pool.page_size, 128, *offsets, 1, np.float32(dim**-0.5), threads, q,
-    )  # fmt: skip
-    attention.attend(
-        q[-5:], pool.kv, pool.scales, pool.quantised, np.arange(5, dtype=np.int32)[None], np.array([0, 5]),
-        np.array([rows - 5]), pool.page_size, 128, *offsets, 1, threads, out,
-    )  # fmt: skip
-    return [q[-5:], out, *(pool.layer_block(page, 0).copy() for page in range(5))]
+    attention = Attention(
+        pool,
+        heads,
+        [(norm, norm)],
+        *rope_table(geometry, rows),
+        geometry.norm_eps,
+        dim**-0.5,
+        max_rows=rows,
+        threads=2,
+    )
+    graph = Graph()
+    session = graph.session(
+        {"qkv": qkv.shape[1]}, {graph.attention("qkv", attention.record(0), "out"): heads * dim}
+    )
+    table = np.arange(5, dtype=np.int32)[None]
+    for start, end in ((0, rows - 5), (rows - 5, rows)):
+        attention.plan(
+            np.array([0, end - start]),
+            np.array([start]),
+            table,
+            places[start:end],
+            positions[start:end],
+            end - start,
+        )
+        out = session.run(None, {"qkv": qkv[start:end]})[0]
+    return [attention.q[:5], out, *(pool.layer_block(page, 0).copy() for page in range(5))]
 
 
 def _pattern(shape: tuple[int, ...]) -> Floats:

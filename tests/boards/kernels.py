@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from llvmlite import binding
 
-from kestrel.engine import attention
+from kestrel.engine.attention import Attention
 from kestrel.engine.layers import Graph, share_resources
 from kestrel.engine.pool import PagePool
 from kestrel.models.geometry import Rope
@@ -48,30 +48,32 @@ def attend(kv_dtype: str, dim: int, group: int, context: int = 700) -> str:
     places = np.stack([positions // PAGE, positions % PAGE], 1).astype(np.int32)
     cosine, sine = uniform(context, dim // 2, seed=1), uniform(context, dim // 2, seed=2)
     norm = uniform(dim, seed=3)
-    q = np.zeros((context, heads, dim), np.float32)
-    offsets = pool.layer_offsets(0)
-    attention.write(
-        uniform(context, (heads + 4) * dim), norm, norm, np.float32(1e-6), cosine, sine, pool.kv, pool.scales,
-        pool.quantised, places, positions, pool.page_size, PAGE, *offsets, 2, np.float32(0.3), THREADS, q,
-    )  # fmt: skip
-    outs = [q, *(pool.layer_block(page, 0) for page in range(num_pages))]
+    qkv = uniform(context, (heads + 4) * dim)
     table = np.arange(num_pages, dtype=np.int32)[None]
-    for rows in (1, 2, 3, 31, 70):
+    outs: list[np.ndarray] = []
+    for rows in (context, 1, 2, 3, 31, 70):
         several = []
         for threads in (1, THREADS):
-            attention.use_threads(threads)
-            out = np.zeros((rows, heads, dim), np.float32)
-            attention.attend(
-                q[-rows:], pool.kv, pool.scales, pool.quantised, table, np.array([0, rows]),
-                np.array([context - rows]), pool.page_size, PAGE, *offsets, 2, threads, out,
-            )  # fmt: skip
-            several.append(out)
+            kernel = Attention(
+                pool, heads, [(norm, norm)], cosine, sine, 1e-6, 0.3, max_rows=rows, threads=threads
+            )
+            graph = Graph()
+            session = graph.session(
+                {"qkv": qkv.shape[1]}, {graph.attention("qkv", kernel.record(0), "out"): heads * dim}
+            )
+            start = context - rows
+            kernel.plan(
+                np.array([0, rows]), np.array([start]), table, places[start:], positions[start:], rows
+            )
+            several.append(session.run(None, {"qkv": qkv[start:]})[0])
         if several[0].tobytes() != several[1].tobytes():
             raise SystemExit(
                 f"attention of {rows} rows, {kv_dtype}: 1 and {THREADS} threads give different bits"
             )
-        outs.append(out)
-    if any(a[-1].tobytes() != outs[-1][-1].tobytes() for a in outs[-5:]):
+        if rows == context:
+            outs += [kernel.q.copy(), *(pool.layer_block(page, 0).copy() for page in range(num_pages))]
+        outs.append(several[0])
+    if any(a[-1].tobytes() != outs[-1][-1].tobytes() for a in outs[-6:]):
         raise SystemExit(f"attention, {kv_dtype}: the last row depends on the number of rows")
     return digest(*outs)
 

@@ -7,6 +7,7 @@ import pytest
 
 from kestrel.engine import layers, numerics
 from kestrel.engine.layers import Graph, LayerGraphs
+from kestrel.engine.pool import PagePool
 from tests.engine.conftest import EngineOf
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
@@ -48,7 +49,7 @@ def test_every_operator_and_every_length_of_the_model_is_probed(
 
     monkeypatch.setattr(Graph, "node", watched_node)
     monkeypatch.setattr(Graph, "linear", watched_linear)
-    LayerGraphs(engine.weights, 8)
+    LayerGraphs(engine.weights, 8, [np.zeros(1, np.int64)] * engine.geometry.num_layers)  # never run
     used = set(seen)
     seen.clear()
     numerics.probe(engine.weights, "float32", 1)
@@ -88,13 +89,12 @@ def test_one_changed_bit_in_a_stored_row_changes_the_probe(
     engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch, kv_dtype: str
 ) -> None:
     engine = engine_of("qwen3", "int8", kv_dtype)
-    write = numerics.attention.write
-    places = numerics.attention.write.py_func.__code__.co_varnames.index("kv")
+    block = PagePool.layer_block
 
-    def nudged(*arguments: Any) -> None:
-        write(*arguments)
-        stored = arguments[places].view(np.uint8)
+    def nudged(self: PagePool, page: int, layer: int) -> np.ndarray:
+        stored = block(self, page, layer)
         stored[37] ^= 1
+        return stored
 
-    monkeypatch.setattr(numerics.attention, "write", nudged)
+    monkeypatch.setattr(PagePool, "layer_block", nudged)
     assert numerics.probe(engine.weights, kv_dtype, 1) != engine.numerics.digest

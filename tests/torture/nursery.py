@@ -31,7 +31,7 @@ def dispatchers() -> dict[str, Any]:
 
 
 def warm_up(words: list[str]) -> None:
-    """Load the kernels that a server needs, without ever running one: OpenMP's threads would not survive a fork.
+    """Load the kernels that a server needs, without ever running one: threads would not survive a fork.
 
     Which signatures those are is found out by a child that opens the model.
     """
@@ -52,6 +52,8 @@ def warm_up(words: list[str]) -> None:
     for name, dispatcher in dispatchers().items():
         for signature in signatures[name]:
             dispatcher.compile(signature.args)
+    for quantised in (False, True):
+        attention._compiled(quantised)
     load_config(words)
 
 
