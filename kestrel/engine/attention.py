@@ -11,11 +11,8 @@ operations on one row are the same either way, and the same for any number of ro
 
 import ctypes
 import functools
-import hashlib
-import os
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -23,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import carray, cfunc, types
 
+from kestrel.engine.compiled import compiled
 from kestrel.engine.pool import PagePool
 from kestrel.engine.vector import (
     BLOCK,
@@ -50,35 +48,7 @@ LOG2E = 1.4426950408889634  # scores are kept in base 2, so that the softmax nee
 _WORTH_A_THREAD = 50_000  # multiply-adds; sharing a run out costs about 2 us
 
 
-def _kernel(compiler: Any = numba.njit, *signature: Any) -> Any:
-    """A compiler of numba with the compiled code kept in the user's cache, in a folder named after these sources.
-
-    numba's own cache looks at the file of the function alone and would keep code of an older vector.py.
-    """
-    sources = b"".join(
-        (Path(__file__).parent / name).read_bytes()
-        for name in ("vector.py", "attention.py", "worker_pool.py")
-    )
-    options = {"nogil": True, "error_model": "numpy"} if compiler is numba.njit else {}
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = home / "kestrel" / f"kernels-{hashlib.sha256(sources).hexdigest()[:12]}"
-
-    def decorate(function: Any) -> Any:
-        settings: Any = numba.config
-        before = settings.CACHE_DIR
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            settings.CACHE_DIR = str(folder)
-            return compiler(*signature, cache=True, **options)(function)
-        except OSError:  # no writable home: compile at every start
-            return compiler(*signature, **options)(function)
-        finally:
-            settings.CACHE_DIR = before
-
-    return decorate
-
-
-@_kernel()
+@compiled()
 def _row_tile(rows):
     """Rows of the next tile when `rows` are left: 8, 4, 2 or 1; a tile may be padded with zero rows."""
     if rows > 4:
@@ -88,7 +58,7 @@ def _row_tile(rows):
     return rows
 
 
-@_kernel()
+@compiled()
 def _pack(q, first_row, row, rows, group, head, packed):
     """Copy rows [row, row+rows) of one head into tiles of [dim, tile rows], zero rows at the end."""
     dim = q.shape[2]
@@ -109,7 +79,7 @@ def _pack(q, first_row, row, rows, group, head, packed):
         r += tile
 
 
-@_kernel()
+@compiled()
 def _attend_split(
     packed, rows, row, group, start, split, kv, scales, quantised, table, page_size, page_tokens,
     k_at, ks_at, v_at, vs_at, head, dim, weights, out, out_at, highs, totals, state_at,
@@ -199,7 +169,7 @@ def _attend_split(
         key += run
 
 
-@_kernel()
+@compiled()
 def _fold(rows, dim, part, part_at, part_highs, part_totals, part_state, out, highs, totals):
     """Add one split's sums to the running ones; a row that saw nothing of the split stays as it is."""
     for r in range(rows):
@@ -221,7 +191,7 @@ def _fold(rows, dim, part, part_at, part_highs, part_totals, part_state, out, hi
         highs[r] = top
 
 
-@_kernel()
+@compiled()
 def _finish(rows, row, first_row, group, head, dim, sums, totals, out):
     """Divide by the softmax totals and put the rows where they belong.
 
@@ -235,7 +205,7 @@ def _finish(rows, row, first_row, group, head, dim, sums, totals, out):
             line[d] = sums[r * dim + d] * inverse + np.float32(0)
 
 
-@_kernel()
+@compiled()
 def _norm(line, weight, eps):
     """RMS norm of one head's row, in place; the sum of squares runs in one fixed chain."""
     dim = len(weight)
@@ -247,7 +217,7 @@ def _norm(line, weight, eps):
         line[d] = line[d] * factor * weight[d]
 
 
-@_kernel()
+@compiled()
 def _rotate(line, cosine, sine):
     """Rotary embedding of the first 2 * len(cosine) values, halves paired (Su et al. 2021), in place."""
     half = len(cosine)
@@ -258,7 +228,7 @@ def _rotate(line, cosine, sine):
         line[d + half] = fma(b, cosine[d], a * sine[d])
 
 
-@_kernel()
+@compiled()
 def _quantise(line):
     """Scale of one row for int8: its largest magnitude, 1 for a row of zeros."""
     top = np.float32(0)
@@ -267,7 +237,7 @@ def _quantise(line):
     return top if top > np.float32(1e-6) else np.float32(1)
 
 
-@_kernel()
+@compiled()
 def _write_row(
     i, qkv, q_norm, k_norm, eps, cosine, sine, kv, scales, quantised, place, position, page_size, page_tokens,
     k_at, ks_at, v_at, vs_at, kv_heads, q_scale, line, q,
@@ -354,7 +324,7 @@ _Float = types.CPointer(types.float32)
 _Byte = types.CPointer(types.int8)
 
 
-@_kernel()
+@compiled()
 def _plan(bounds, starts, kv_heads, group):
     """Units of a step as int64 [units, 3] (sequence, KV head, first row), and the most splits one of them has."""
     units = 0
@@ -375,13 +345,13 @@ def _plan(bounds, starts, kv_heads, group):
     return owner, most_splits
 
 
-@_kernel()
+@compiled()
 def _floats(address, size):
     """`size` floats at an address."""
     return carray(as_pointer(address, _Float), (size,))
 
 
-@_kernel()
+@compiled()
 def _work(call, step, ticket_at, kv, quantised, worker):
     """Do jobs of a layer's present phase until none is left."""
     dim, heads, kv_heads = step.dim, step.heads, step.kv_heads
@@ -469,14 +439,14 @@ def _work(call, step, ticket_at, kv, quantised, worker):
         _finish(rows, row, bounds[s], group, head, dim, sums, totals, out)
 
 
-@_kernel()
+@compiled()
 def _now(step, step_at):
     """Nanoseconds of the monotonic clock."""
     call_2(step.clock, (_MONOTONIC, step_at + _SECONDS))
     return step.seconds * 1_000_000_000 + step.fraction
 
 
-@_kernel()
+@compiled()
 def _begin(call, step, phase):
     """Prepare a phase of a layer and return how many threads it is for, 0 when all are done."""
     call.ticket = 0
@@ -517,8 +487,8 @@ def _compiled(quantised: bool) -> tuple[Any, Any]:
         _work(call, step, address + _TICKET, kv, quantised, worker)
 
     return (
-        _kernel(cfunc, types.int64(types.int64, types.int64))(begin),
-        _kernel(cfunc, types.void(types.int64, types.int64))(work),
+        compiled(cfunc, types.int64(types.int64, types.int64))(begin),
+        compiled(cfunc, types.void(types.int64, types.int64))(work),
     )
 
 

@@ -22,10 +22,10 @@ from llvmlite import ir
 from numba import cfunc, types
 from numba.extending import intrinsic
 
-DOMAIN, NAME = (
-    "kestrel",
-    "Call",
-)  # inputs: int64 [1], the address of a record; float32. Output: float32 [rows, width]
+from kestrel.engine.compiled import compiled
+
+# Inputs: int64 [1], the address of a record, and float32 of any shape. Output: float32 [rows, width] of the record.
+DOMAIN, NAME = "kestrel", "Call"
 
 # Places in onnxruntime's OrtApi, a table of function pointers that only ever grows at its end (onnxruntime_c_api.h).
 _API_VERSION = 17  # the first with KernelContext_ParallelFor
@@ -92,7 +92,6 @@ def _caller(num_args: int) -> Any:
 call_1, call_2, call_3, call_5 = (_caller(n) for n in (1, 2, 3, 5))
 
 
-@cfunc(types.void(types.int64, types.int64))
 def _compute(kernel, context):
     """KernelCompute: find the record, tell it where input and output are, and run its phases."""
     get_input, tensor_data = load_word(kernel), load_word(kernel + 8)
@@ -102,7 +101,8 @@ def _compute(kernel, context):
     record = load_word(load_word(slot))
     call_3(get_input, (context, 1, slot))
     call_2(tensor_data, (load_word(slot), record + 8 * INPUT))
-    call_5(load_word(kernel + 16), (context, 0, record + 8 * ROWS, 2, slot))
+    if call_5(load_word(kernel + 16), (context, 0, record + 8 * ROWS, 2, slot)) != 0:
+        return  # no memory for the output; onnxruntime misses it and says so
     call_2(tensor_data, (load_word(slot), record + 8 * OUTPUT))
     begin, work = load_word(record), load_word(record + 8)
     phase = 0
@@ -117,7 +117,6 @@ def _compute(kernel, context):
         phase += 1
 
 
-@cfunc(types.void(types.int64))
 def _destroy(kernel):
     """KernelDestroy: what a kernel holds lives as long as the process."""
 
@@ -136,9 +135,9 @@ class _CustomOp(ctypes.Structure):
 
 def _pointer(kind: Any, function: Any) -> int:
     """The address of a Python function as a C function; it is kept for ever."""
-    compiled = kind(function)
-    _kept.append(compiled)
-    return address_of(compiled)
+    callback = kind(function)
+    _kept.append(callback)
+    return address_of(callback)
 
 
 def address_of(function: Any) -> int:
@@ -157,6 +156,7 @@ def _text(text: bytes) -> int:
     return ctypes.addressof(buffer)
 
 
+@functools.cache
 def _describe(api: int) -> _CustomOp:
     """The operator: the address of a record and a float32 tensor in, a float32 tensor out."""
     table = (ctypes.c_size_t * (_PARALLEL_FOR + 1)).from_address(api)
@@ -183,8 +183,8 @@ def _describe(api: int) -> _CustomOp:
         constant(2, pointer),
         constant(_FLOAT, pointer, word),
         constant(1, pointer),
-        _compute.address,
-        _destroy.address,
+        compiled(cfunc, types.void(types.int64, types.int64))(_compute).address,
+        compiled(cfunc, types.void(types.int64))(_destroy).address,
         constant(0, pointer, word),
         constant(0, pointer, word),
     )
@@ -207,7 +207,6 @@ def _library() -> str:
 
         domain = ctypes.c_void_p()
         op = _describe(api)
-        _kept.append(op)
         return (
             call(_CREATE_DOMAIN, _text(DOMAIN.encode()), ctypes.addressof(domain))
             or call(_DOMAIN_ADD, domain, ctypes.addressof(op))

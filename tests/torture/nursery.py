@@ -60,8 +60,7 @@ def warm_up(words: list[str]) -> None:
 def bear(number: int, order: dict[str, Any]) -> None:
     """Fork a keeper that forks the server and tells how it ended.
 
-    The keeper stands in between because the OpenMP runtime refuses to work in a direct child of the process that
-    loaded it.
+    The keeper stands in between to wait for its own server alone, while the parent goes on taking orders.
     """
     if os.fork():
         return
