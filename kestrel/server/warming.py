@@ -1,13 +1,16 @@
 """The configured prefixes in a running server: which are stored, and building those that are not."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kestrel.config import Config
 from kestrel.errors import ConfigError, KestrelError
 from kestrel.prefixes import prefix_tokens
-from kestrel.runtime import Runtime
+from kestrel.runtime import Request, Runtime
 from kestrel.server import wire
+
+FETCH_POLL_SECONDS = 0.005  # between two looks at whether published pages have arrived
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,14 @@ def warm_steps(
         if find_state(prefix, runtime).state == "ready":
             continue
         try:
-            for end in range(step, len(prefix.tokens), step):
-                runtime.prefill(prefix.tokens[:end])
+            fetch = runtime.fetch(Request(prefix.tokens, 1))
+            while not fetch.is_over:
+                time.sleep(FETCH_POLL_SECONDS)
                 yield
-            runtime.prefill(prefix.tokens)
+            for end in range(step, len(prefix.tokens), step):
+                runtime.prefill(prefix.tokens[:end], fetch)
+                yield
+            runtime.prefill(prefix.tokens, fetch)
             log(f"prefix {prefix.name}: ready ({len(prefix.tokens)} tokens)")
         except KestrelError as error:
             log(f"prefix {prefix.name}: not built: {error}")

@@ -5,8 +5,9 @@ children, an artifact gets its name in the store when it is whole and checked. W
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -129,13 +130,13 @@ def push(
     done = 0
 
     def send(page: PublishedPage) -> str:
-        if remote.has(page.md5):
+        if remote.has(page):
             return "present"
         if not repository.has_object(page):
             if not page.is_here or file_md5(page.path) != page.md5:
                 return f"{page.key.hex()}: neither here nor in remote {remote.name}; publish it where it was computed"
             repository.add_object(page.path, page.md5)
-        remote.send(page.md5)
+        remote.send(page)
         return "moved"
 
     results = []
@@ -164,24 +165,52 @@ def pull(
     results = []
     missing = [page for page in pages if not page.is_here and not repository.has_object(page)]
     remote = find_remote() if missing else None
-    with ThreadPoolExecutor(JOBS) as executor:
-        arriving = {page.key: executor.submit(remote.receive, page) for page in missing} if remote else {}
-        try:
-            for page in pages:
-                is_new = not page.is_here
-                if page.key in arriving:
-                    arriving[page.key].result()
-                if is_new:
-                    _place(store, repository, page, find_remote)
-                if is_new or store.find_row(page.key) is None:
-                    _adopt(store, page)
-                results.append((page, "moved" if is_new else "present"))
-                done += page.nbytes
-                progress(done, total)
-        except BaseException:
-            executor.shutdown(cancel_futures=True)
-            raise
+    arriving = _start_receiving(remote, missing) if remote is not None else {}
+    try:
+        for page in pages:
+            is_new = not page.is_here
+            if page.key in arriving:
+                arriving[page.key].result()
+            if is_new:
+                _place(store, repository, page, find_remote)
+            if is_new or store.find_row(page.key) is None:
+                _adopt(store, page)
+            results.append((page, "moved" if is_new else "present"))
+            done += page.nbytes
+            progress(done, total)
+    except Exception:
+        wait([future for future in arriving.values() if not future.cancel()])
+        raise
     return _outcome(results)
+
+
+def _start_receiving(remote: Remote, pages: Sequence[PublishedPage]) -> dict[bytes, "Future[None]"]:
+    """Receive objects into the cache, several at once and in this order; a future for each page's key.
+
+    Not an executor: the end of a process waits for its threads, and so for a remote that does not answer.
+    """
+    futures: dict[bytes, Future[None]] = {page.key: Future() for page in pages}
+    rest = iter(pages)
+    lock = threading.Lock()
+
+    def receive() -> None:
+        while True:
+            with lock:
+                page = next(rest, None)
+            if page is None:
+                return
+            future = futures[page.key]
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                remote.receive(page)
+                future.set_result(None)
+            except BaseException as error:
+                future.set_exception(error)
+
+    for _ in range(min(JOBS, len(pages))):
+        threading.Thread(target=receive, name="kestrel-receive", daemon=True).start()
+    return futures
 
 
 def _adopt(store: Store, page: PublishedPage) -> None:
@@ -242,7 +271,7 @@ def free(
     """
     freed = []
     for page in pages:
-        if not page.is_here and repository.has_object(page) and remote.has(page.md5):
+        if not page.is_here and repository.has_object(page) and remote.has(page):
             if not dry_run:
                 repository.drop_object(page.md5)
             freed.append(page)

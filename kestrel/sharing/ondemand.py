@@ -1,13 +1,14 @@
 """Pulling published pages when a prompt asks for them, without ever making it wait much longer than computing.
 
-A thread pulls, in the order of the prompt; the request waits for it at most so many seconds and then goes on with
-what has arrived. The rest keeps coming, for the next request. DVC is imported by the first pull, not before.
+A thread pulls, one prompt after the other and each in its order; a request waits for it at most so many seconds and
+then goes on with what has arrived. The rest keeps coming, for the next request. DVC is imported by the first pull,
+not before.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,13 +36,85 @@ class Pull:
 
 
 class _Job:
-    """Pages on their way into the store."""
+    """Pages on their way into the store, for everybody who wants just these."""
 
     def __init__(self, pages: list[PublishedPage]) -> None:
         self.pages = pages
-        self.started = time.monotonic()
+        self.asked = self.started = time.monotonic()  # when somebody asked last, and when pulling began
         self.done = threading.Event()
         self.problem: str | None = None
+
+
+class Pulling:
+    """A pull that a request waits for, until it is over or the time is."""
+
+    def __init__(
+        self, job: _Job | None, missing: list[PublishedPage], wait_seconds: float, problem: str | None
+    ) -> None:
+        """job None: nothing is pulled, and `problem` says why. missing: what the request counts as pulled."""
+        self._job = job
+        self._missing = missing
+        self._wait_seconds = wait_seconds
+        self._problem = problem
+        self._began = time.monotonic()
+
+    def poll(self) -> Pull | None:
+        """What came of it; None while it is still to be waited for."""
+        job, waited = self._job, time.monotonic() - self._began
+        if job is None:
+            return Pull(0, 0, 0.0, self._problem)
+        if job.done.is_set():
+            problem = job.problem
+        elif waited < self._wait_seconds:
+            return None
+        else:
+            problem = f"not all pulled within {self._wait_seconds:g} s (cache.pull_seconds); the rest follows"
+        arrived = [page for page in self._missing if page.is_here]
+        return Pull(
+            sum(page.num_tokens for page in arrived), sum(page.nbytes for page in arrived), waited, problem
+        )
+
+    def wait(self) -> Pull:
+        """Wait until it is over; what came of it."""
+        while (pull := self.poll()) is None:
+            assert self._job is not None
+            self._job.done.wait(self._began + self._wait_seconds - time.monotonic())
+        return pull
+
+
+class Fetch:
+    """All the pulls of one prompt, one after the other, and what they came to."""
+
+    def __init__(self, pullings: Iterator[Pulling]) -> None:
+        """pullings: is asked for the next one when the one before is over."""
+        self.num_tokens = 0
+        self.nbytes = 0
+        self.seconds = 0.0
+        self.problem: str | None = None  # of the last pull
+        self._pullings = pullings
+        self._pulling = next(pullings, None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing more to wait for. Never waits itself."""
+        while self._pulling is not None:
+            pull = self._pulling.poll()
+            if pull is None:
+                return False
+            self._note(pull)
+        return True
+
+    def wait(self) -> None:
+        """Wait for all of it."""
+        while self._pulling is not None:
+            self._note(self._pulling.wait())
+
+    def _note(self, pull: Pull) -> None:
+        self.num_tokens += pull.num_tokens
+        self.nbytes += pull.nbytes
+        self.seconds += pull.seconds
+        self.problem = pull.problem
+        self._pulling = next(self._pullings, None)
 
 
 class OnDemand:
@@ -55,84 +128,102 @@ class OnDemand:
         self._min_gain = min_gain
         self._say = say
         self._repository: Repository | None = None
-        self._job: _Job | None = None
+        self._jobs: list[_Job] = []  # the first is being pulled
         self._failed: tuple[float, str] | None = None  # when, and why
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the last two
 
-    def extend(self, namespace: Namespace, tokens: Tokens, num_known: int) -> Pull | None:
-        """Pull what is published and continues the first `num_known` tokens of a prompt; None if nothing is."""
-        started = time.monotonic()
+    def begin(self, namespace: Namespace, tokens: Tokens, num_known: Callable[[], int]) -> Pulling | None:
+        """Begin to pull what is published and goes on along a prompt; None if that is no gain.
+
+        num_known: how many tokens of the prompt are here already; asked only if something is published.
+        """
         try:
             pages = self.listing.refresh(LOOK_SECONDS).follow(namespace.digest, tokens)
         except OSError as error:
-            return Pull(0, 0, 0.0, f"the published pages cannot be listed: {error}")
+            return Pulling(None, [], 0.0, f"the published pages cannot be listed: {error}")
         covered = min(pages[-1].num_prefix_tokens, len(tokens) - 1) if pages else 0
-        if covered < max(num_known + self._min_gain, 1):
+        if covered < self._min_gain:
             return None
-        wanted = [page for page in pages if page.num_prefix_tokens > num_known]
+        known = num_known()
+        if covered < max(known + self._min_gain, 1):
+            return None
+        wanted = [page for page in pages if page.num_prefix_tokens > known]
+        # What is here may still be unknown to the catalog.
         missing = [page for page in wanted if not page.is_here]
-        problem = self._pull(wanted)  # those that are here may be unknown to the catalog yet
-        arrived = [page for page in missing if page.is_here]
-        return Pull(
-            sum(page.num_tokens for page in arrived),
-            sum(page.nbytes for page in arrived),
-            time.monotonic() - started,
-            problem,
-        )
+        job, problem = self._job(wanted)
+        return Pulling(job, missing, self._wait_seconds, problem)
 
     def num_covered(self, namespace: Namespace, tokens: Tokens) -> int:
         """Tokens of a prompt, without its last one, that published pages hold; looks at what is known only."""
         pages = self.listing.follow(namespace.digest, tokens)
         return min(pages[-1].num_prefix_tokens, len(tokens) - 1) if pages else 0
 
-    def _pull(self, pages: list[PublishedPage]) -> str | None:
-        """Have these pages pulled and wait for it; the reason if they are not there in time."""
+    def _job(self, pages: list[PublishedPage]) -> tuple[_Job | None, str | None]:
+        """The job that pulls these pages, a new one if there is none; or why they are not pulled."""
         with self._lock:
-            job = self._job
-            if job is not None and time.monotonic() - job.started > self._wait_seconds:
-                seconds = time.monotonic() - job.started
-                return f"not pulled: an earlier pull has been running for {seconds:.0f} s"
-            if self._failed is not None and job is None:
-                ago = time.monotonic() - self._failed[0]
-                if ago < RETRY_SECONDS:
-                    return f"not pulled: {self._failed[1]} ({ago:.0f} s ago; tried again after {RETRY_SECONDS:.0f} s)"
+            if not self._jobs and (problem := self._still_failed()) is not None:
+                return None, problem
+            now = time.monotonic()
+            seconds = now - self._jobs[0].started if self._jobs else 0.0
+            if seconds > self._wait_seconds:
+                return None, f"not pulled: an earlier pull has been running for {seconds:.0f} s"
+            job = next((job for job in self._jobs if job.pages == pages), None)
             if job is None:
-                job = self._job = _Job(pages)
-                threading.Thread(target=self._work, args=(job,), name="kestrel-pull", daemon=True).start()
-        if not job.done.wait(self._wait_seconds):
-            problem = f"not all pulled within {self._wait_seconds:g} s (cache.pull_seconds); the rest follows"
-            self._say(f"[KV-DISK] {problem}")
-            return problem
-        if job.pages != pages and job.problem is None:
-            return self._pull(pages)  # it was somebody else's
-        return job.problem
+                job = _Job(pages)
+                self._jobs.append(job)
+                if len(self._jobs) == 1:
+                    threading.Thread(target=self._work, name="kestrel-pull", daemon=True).start()
+            job.asked = now
+            return job, None
 
-    def _work(self, job: _Job) -> None:
-        problem: str | None
+    def _still_failed(self) -> str | None:
+        """Why nothing is pulled at present, if the last pull failed only just now."""
+        if self._failed is None or (ago := time.monotonic() - self._failed[0]) >= RETRY_SECONDS:
+            return None
+        return f"not pulled: {self._failed[1]} ({ago:.0f} s ago; tried again after {RETRY_SECONDS:.0f} s)"
+
+    def _work(self) -> None:
+        """Pull, one job after the other, until there is none."""
+        while True:
+            with self._lock:
+                job = self._jobs[0]
+                job.started = time.monotonic()
+                job.problem = self._still_failed()
+                if job.started - job.asked > self._wait_seconds:
+                    job.problem = "not pulled: earlier pulls took too long"  # nobody waits for it any more
+            if job.problem is None:
+                job.problem = self._pull(job)
+                with self._lock:
+                    self._failed = None
+                    if job.problem is not None:
+                        self._failed = time.monotonic(), job.problem.removeprefix("not pulled: ")
+            with self._lock:
+                self._jobs.remove(job)
+                is_last = not self._jobs  # whoever comes from now on starts another thread
+            job.done.set()
+            if is_last:
+                return
+
+    def _pull(self, job: _Job) -> str | None:
+        """Pull the pages of a job; the reason if they did not come."""
+        started = time.monotonic()
         try:
             repository = self._repository = self._repository or open_repository(self._store.root)
             outcome = pull(self._store, repository, lambda: repository.remote(None), job.pages)
-            seconds = time.monotonic() - job.started
-            self._say(
-                f"[KV-DISK] pulled {outcome.moved} published page(s), {outcome.moved_bytes / 1e6:.1f} MB "
-                f"in {seconds:.2f} s"
-            )
-            problem = None
         except (KestrelError, OSError) as error:
             problem = f"not pulled: {error}"
             self._say(f"[KV-DISK] {problem}")
+            return problem
         except (
             Exception
         ) as error:  # a fault of ours or of DVC: the request is computed, the log has the traceback
             log.exception("pulling %d pages failed", len(job.pages))
-            problem = f"not pulled: {type(error).__name__}: {error}"
-        with self._lock:
-            self._failed = (
-                None if problem is None else (time.monotonic(), problem.removeprefix("not pulled: "))
-            )
-            self._job = None
-            job.problem = problem
-        job.done.set()
+            return f"not pulled: {type(error).__name__}: {error}"
+        self._say(
+            f"[KV-DISK] pulled {outcome.moved} published page(s), {outcome.moved_bytes / 1e6:.1f} MB "
+            f"in {time.monotonic() - started:.2f} s"
+        )
+        return None
 
 
 def published_pages(root: Path) -> Listing:

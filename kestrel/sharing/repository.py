@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dvc.data_cloud import Remote as DvcRemote
 
 READ_NBYTES = 1 << 20
-PARTS = "kestrel"  # folder below .dvc/tmp for objects that are still arriving
+PARTS = "kestrel"  # folder below DVC's cache for objects that are still arriving
 
 # What link() answers where hard links cannot be had.
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
@@ -71,7 +71,7 @@ class Repository:
         except (DvcException, OSError) as error:
             raise SharingError(f"DVC cannot open {folder}: {error}") from error
         self._threads = threading.Lock()
-        self._parts = Path(self._repo.tmp_dir) / PARTS
+        self._parts = Path(self._repo.cache.local_cache_dir) / PARTS
         self._sweep_parts()
 
     @contextmanager
@@ -98,15 +98,25 @@ class Repository:
             return False
 
     def add_object(self, path: Path, md5: str) -> None:
-        """Put a file into the cache: the same file under a second name where the file system has hard links."""
+        """Put a file into the cache: the same file under a second name where the file system has hard links.
+
+        The object appears whole or not at all. DVC's own way begins with an empty file under the final name.
+        """
         from dvc_data.hashfile.hash_info import HashInfo
 
         with self._locked():
             cache = self._repo.cache.local
-            name = os.path.abspath(path)
-            cache.add(name, self._repo.fs, md5, hardlink=self._links)
-            # DVC then knows the file's digest and does not read it again.
-            self._repo.state.save(name, self._repo.fs, HashInfo("md5", md5))
+            target = self.object_path(md5)
+            cache.makedirs(str(target.parent))
+            if target.exists() and target.stat().st_size != path.stat().st_size:
+                target.unlink()  # what a killed `dvc add` left behind
+            if not target.exists():
+                with self.arriving() as temp:
+                    self._link_or_copy(path, target, temp)
+            cache.protect(str(target))
+            # DVC then knows their digest and does not read them.
+            for name in (str(target), os.path.abspath(path)):
+                self._repo.state.save(name, self._repo.fs, HashInfo("md5", md5))
 
     def drop_object(self, md5: str) -> None:
         """Remove an object from the cache. Whoever has it under another name keeps that."""
@@ -126,7 +136,8 @@ class Repository:
         for folder in (page.path.parent.parent, page.path.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            self._place(source, page.path)
+            temp = page.path.with_name(f".kestrel-{secrets.token_hex(8)}.tmp")
+            self._link_or_copy(source, page.path, temp)
         except FileExistsError:
             return
         from dvc_data.hashfile.hash_info import HashInfo
@@ -134,22 +145,22 @@ class Repository:
         with self._locked():
             self._repo.state.save(os.path.abspath(page.path), self._repo.fs, HashInfo("md5", page.md5))
 
-    def _place(self, source: Path, path: Path) -> None:
+    def _link_or_copy(self, source: Path, target: Path, temp: Path) -> None:
+        """Give a file a second name, or copy it by way of `temp`. FileExistsError if there is one already."""
         if self._links:
             try:
-                os.link(source, path)
+                os.link(source, target)
                 return
             except OSError as error:
                 if error.errno not in NO_LINKS:
                     raise
-        temp = path.with_name(f".kestrel-{secrets.token_hex(8)}.tmp")
         try:
             shutil.copyfile(source, temp)
             with open(temp, "rb") as file:
                 os.fsync(file.fileno())
-            if path.exists():
-                raise FileExistsError(path)
-            os.rename(temp, path)
+            if target.exists():
+                raise FileExistsError(target)
+            os.rename(temp, target)
         finally:
             temp.unlink(missing_ok=True)
 
@@ -214,18 +225,21 @@ class Remote:
             words = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
             raise SharingError(f"cannot {action} remote {self.name} ({self.url}): {words}") from error
 
-    def has(self, md5: str) -> bool:
-        """Whether the remote has an object."""
+    def has(self, page: PublishedPage) -> bool:
+        """Whether the remote has a page's object, as far as the size tells, where the remote tells that."""
         with self._errors("ask"):
-            return bool(self._objects.exists(md5))
+            try:
+                info = self._objects.fs.info(self._objects.oid_to_path(page.md5))
+            except FileNotFoundError:
+                return False
+        return info.get("size") in (None, page.nbytes)
 
-    def send(self, md5: str) -> None:
-        """Copy an object from the cache to the remote, where it appears whole or not at all."""
-        from dvc_objects.fs.local import localfs
-
-        source = self._repository.object_path(md5)
+    def send(self, page: PublishedPage) -> None:
+        """Copy a page's object from the cache to the remote, where it appears whole or not at all."""
+        path = self._objects.oid_to_path(page.md5)
         with self._errors("write to"):
-            self._objects.add(str(source), localfs, md5, check_exists=False)
+            self._objects.fs.put_file(str(self._repository.object_path(page.md5)), path)
+            self._objects.protect(path)
 
     def receive(self, page: PublishedPage) -> None:
         """Copy a page's object from the remote into the cache; ArtifactError if what came is not that object."""

@@ -238,6 +238,13 @@ def wait_for_http(url: str, seconds: float = 30) -> None:
             time.sleep(0.1)
 
 
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
 @pytest.fixture
 def http_url() -> Iterator[Callable[[Path], str]]:
     """http_url(folder) -> URL of a plain HTTP server over a folder."""
@@ -261,6 +268,27 @@ def http_url() -> Iterator[Callable[[Path], str]]:
     for server in servers:
         server.kill()
         server.wait()
+
+
+@pytest.fixture(params=("local", "s3", "http"))
+def other(
+    request: pytest.FixtureRequest,
+    source: Board,
+    clone: Board,
+    tmp_path: Path,
+    http_url: Callable[[Path], str],
+) -> Board:
+    """A clone of the source whose default remote, of each kind, has the source's data."""
+    if request.param == "s3":
+        url = request.getfixturevalue("s3_url")
+        for board in (source, clone):
+            board.run("dvc", "remote", "add", "--local", "--force", "s3", f"s3://kestrel/{tmp_path.name}")
+            board.run("dvc", "remote", "modify", "--local", "s3", "endpointurl", url)
+        assert "6 pages pushed to s3" in source.run("kestrel", "kv", "push", "--remote", "s3")
+        clone.run("dvc", "remote", "default", "s3")
+    elif request.param == "http":
+        clone.run("dvc", "remote", "modify", "storage", "url", http_url(source.root / ".dvc" / "cache"))
+    return clone
 
 
 def answer(board: Board, prompt: str, *words: str) -> tuple[str, str]:

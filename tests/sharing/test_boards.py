@@ -4,37 +4,11 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from kestrel.sharing.repository import file_md5
 from tests.cache.conftest import logits_bits
 from tests.sharing.conftest import ROOT, TEXTS, Board, answer, pulled_pages
-
-KINDS = ("local", "s3", "http")
-
-
-@pytest.fixture(params=KINDS)
-def other(
-    request: pytest.FixtureRequest,
-    source: Board,
-    clone: Board,
-    tmp_path: Path,
-    http_url: Callable[[Path], str],
-) -> Board:
-    """A clone of the source whose default remote, of each kind, has the source's data."""
-    if request.param == "s3":
-        url = request.getfixturevalue("s3_url")
-        for board in (source, clone):
-            board.run("dvc", "remote", "add", "--local", "--force", "s3", f"s3://kestrel/{tmp_path.name}")
-            board.run("dvc", "remote", "modify", "--local", "s3", "endpointurl", url)
-        assert "6 pages pushed to s3" in source.run("kestrel", "kv", "push", "--remote", "s3")
-        clone.run("dvc", "remote", "default", "s3")
-    elif request.param == "http":
-        clone.run("dvc", "remote", "modify", "storage", "url", http_url(source.root / ".dvc" / "cache"))
-    return clone
 
 
 def test_a_prompt_pulls_just_its_pages_once(source: Board, other: Board) -> None:

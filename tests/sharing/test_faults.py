@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kestrel.sharing import ondemand
+from kestrel.sharing.repository import file_md5
 from tests.sharing.conftest import TEXTS, Board, answer, pulled_pages
 
 PROMPT = f"{TEXTS['manual']} Q"
@@ -59,7 +60,7 @@ def test_a_remote_that_is_gone_is_said_so_and_left_alone_for_a_while(clone: Boar
         assert any("[KV-DISK] not pulled" in line for line in clone.lines)
         second = prefill(runtime, f"{TEXTS['tools']} x")
         assert "tried again after" in second.pull_problem and second.pull_ms < 100  # type: ignore[attr-defined]
-    assert not list((clone.root / ".dvc" / "tmp").glob("kestrel/*"))
+    assert not list((clone.root / ".dvc" / "cache").glob("kestrel/*"))
 
 
 def test_it_is_tried_again(clone: Board, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +99,19 @@ def test_corrupt_bytes_are_refused_and_not_kept(clone: Board) -> None:
     expected, _ = answer(clone, PROMPT, "cache=off")
     assert text == expected
     clone.check_store()
+
+
+def test_an_empty_object_that_a_killed_dvc_left_is_replaced(clone: Board) -> None:
+    clone.run("kestrel", "kv", "pull")
+    page = next(page for page in clone.published() if page.prefix == "manual")
+    for folder in (remote_folder(clone), clone.root / ".dvc" / "cache"):
+        path = folder / "files" / "md5" / page.md5[:2] / page.md5[2:]
+        path.unlink()
+        path.touch()
+    assert "1 page published" in clone.run("kestrel", "kv", "publish", "manual")
+    clone.check_marks()
+    assert "1 page pushed" in clone.run("kestrel", "kv", "push")
+    assert file_md5(remote_folder(clone) / "files" / "md5" / page.md5[:2] / page.md5[2:]) == page.md5
 
 
 def test_a_damaged_object_in_the_cache_is_fetched_again(clone: Board) -> None:
