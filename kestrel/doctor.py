@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from kestrel import __version__
+from kestrel.bench.machine import cpuinfo, instructions
 from kestrel.config import Config
 from kestrel.configured import configured_store, is_at_hand
 from kestrel.errors import KestrelError, StoreError
@@ -30,11 +31,6 @@ Verdict = Literal["ok", "note", "fail"]
 PACKAGES = ("onnxruntime", "numba", "numpy", "tokenizers", "safetensors", "hydra-core", "dvc")
 DISK_TEST_BYTES = 64 * 2**20
 
-# Instructions that the kernels profit from, as /proc/cpuinfo spells them.
-USEFUL_FLAGS = {
-    "x86_64": ("avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8"),
-    "aarch64": ("asimd", "asimddp", "i8mm", "sve", "bf16"),
-}
 NEEDED_FLAGS = {"x86_64": "avx2", "aarch64": "asimddp"}
 
 
@@ -75,16 +71,14 @@ def versions() -> Finding:
 def cpu() -> Iterator[Finding]:
     """The processor, the instructions Kestrel's kernels profit from, and how busy the machine is."""
     machine = platform.machine()
-    fields = _cpuinfo()
-    flags = (fields.get("flags") or fields.get("Features") or "").split()
-    useful = [flag for flag in USEFUL_FLAGS.get(machine, ()) if flag in flags]
-    name = fields.get("model name") or platform.processor() or "unknown"
+    useful = instructions()
+    name = cpuinfo().get("model name") or platform.processor() or "unknown"
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     extras = ", ".join(useful) or "no extras"
     text = f"{name} ({machine}), {cores} cores, {memory / 2**30:.1f} GiB, kernels use {extras}"
     needed = NEEDED_FLAGS.get(machine)
-    if needed is not None and needed not in flags:
+    if needed is not None and needed not in useful:
         yield Finding("cpu", "note", f"{text}; without {needed} int8 and int4 weights are slow here")
     else:
         yield Finding("cpu", "ok", text)
@@ -93,18 +87,6 @@ def cpu() -> Iterator[Finding]:
         yield Finding(
             "load", "note", f"{load:.1f} busy threads on {cores} cores: measurements will be too slow"
         )
-
-
-def _cpuinfo() -> dict[str, str]:
-    """Fields of the first processor in /proc/cpuinfo; empty where there is none."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return {}
-    first = text.split("\n\n")[0]
-    return {
-        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())
-    }
 
 
 def disk(config: Config) -> Finding:

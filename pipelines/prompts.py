@@ -4,14 +4,14 @@ import hydra
 from omegaconf import DictConfig
 
 from kestrel.bench.experiment import write_first_prompt
-from pipelines.stage import CONF, cell, model_choice, stage
+from pipelines.stage import CONF, cell, stage
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="config")
 def main(cfg: DictConfig) -> None:
     """Run the stage."""
     with stage(cfg) as config:
-        write_first_prompt(config, cell(model_choice(), config.bench.context_tokens))
+        write_first_prompt(config, cell(config))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from kestrel.bench.experiment import Cell
+from kestrel.bench.records import Cell, cell_of
 from kestrel.config import Config, from_omegaconf
 from kestrel.errors import KestrelError
 
@@ -34,7 +34,6 @@ def model_choice() -> str:
     return choice
 
 
-def cell(model: str, context_tokens: int) -> Cell:
-    """Folders of one model at one context length."""
-    name = f"{model}-{context_tokens}"
-    return Cell(records=BENCH / "records" / name, scratch=BENCH / "stores" / name)
+def cell(config: Config) -> Cell:
+    """Where this run's cell keeps its files."""
+    return cell_of(BENCH, model_choice(), config.bench.context_tokens, config.engine.kv)

@@ -1,13 +1,15 @@
-"""The picture of a report: one row a cell, one panel a caliber, three bars a panel."""
+"""The pictures of a report: the three calibers of every cell, and the figures of the page."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kestrel.bench.records import BenchError
+from kestrel.bench.figures import DARK, Figure, figures
+from kestrel.bench.records import BenchError, Machine
 from kestrel.bench.report import CALIBERS, CellReport, Report, duration, milliseconds, ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
 
 INK = "#1b2733"
 FAINT = "#6b7885"
@@ -25,18 +27,17 @@ _HEAD_INCHES = 1.05
 _FOOT_INCHES = 0.55
 
 
-def draw_report(report: Report, path: Path) -> None:
-    """Draw the report into a PNG file. Raises BenchError without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BenchError("the chart needs matplotlib: pip install 'kestrel[plots]'") from error
+_LINE_INCHES = 0.27  # of the breakdown: a bar, or the heading of a group
+_TITLE_INCHES = 0.5
+_KEY_INCHES = 0.24
+_KEY_COLUMNS = 3
 
+
+def draw_report(report: Report, path: Path) -> None:
+    """Draw the calibers into a PNG file: one row a cell, three bars a panel. Raises BenchError without matplotlib."""
     num_rows = len(report.contexts)
     height = _HEAD_INCHES + _ROW_INCHES * num_rows + _FOOT_INCHES
-    figure = Figure(figsize=(12.0, height), dpi=150, facecolor=PAPER)
-    FigureCanvasAgg(figure)
+    figure = _canvas(12.0, height)
     top = 1 - _HEAD_INCHES / height
     grid = figure.add_gridspec(
         num_rows,
@@ -60,15 +61,141 @@ def draw_report(report: Report, path: Path) -> None:
         figure.text(
             0.02, top_of_row + 0.42 / height, _cell_title(cell), color=FAINT, fontsize=10.5, va="center"
         )
-    machine = report.machine
-    figure.text(
-        0.02, 0.2 / height,
-        f"{machine.cpu}, {machine.cores} cores · Kestrel {machine.kestrel}, onnxruntime {machine.onnxruntime} · "
+    _sign(
+        figure, report.machine,
         "the server was killed with SIGKILL between the two prompts; artifacts were read from the disk",
+    )  # fmt: skip
+    _save(figure, path)
+
+
+def draw_breakdown(report: Report, path: Path) -> None:
+    """Draw the figures of the page into a PNG file, in two columns. Raises BenchError without matplotlib."""
+    speedups, first_tokens, restored, cold, nbytes = figures(report.as_json())
+    columns = [[speedups, nbytes], [first_tokens, restored, cold]]
+    tallest = max(sum(map(_inches, column)) for column in columns)
+    width, height = 14.0, _HEAD_INCHES + tallest + _FOOT_INCHES
+    canvas = _canvas(width, height)
+    models = " and ".join(sorted({f"{cell.model} ({cell.weights} weights)" for cell in report.contexts}))
+    canvas.text(
+        0.02, 1 - 0.45 / height, f"Where time and bytes go: {models}",
+        color=INK, fontsize=16, fontweight="bold", va="center",
+    )  # fmt: skip
+    for number, column in enumerate(columns):
+        top = height - _HEAD_INCHES
+        for each in column:
+            _draw_figure(canvas, each, 0.3 + number * width / 2, top, width / 2 - 0.6)
+            top -= _inches(each)
+    _sign(
+        canvas, report.machine, "times to the first token are the client's; the pieces of a bar add up to it"
+    )
+    _save(canvas, path)
+
+
+def _num_lines(figure: Figure) -> float:
+    """Height of a figure's bars, in lines; a heading takes a line and a gap above it."""
+    return len(figure.bars) + 1.4 * sum(bool(heading) for heading, _ in figure.groups)
+
+
+def _inches(figure: Figure) -> float:
+    num_rows = -(-len(figure.key) // _KEY_COLUMNS) + bool(figure.caption)
+    return _TITLE_INCHES + _LINE_INCHES * _num_lines(figure) + _KEY_INCHES * num_rows + 0.35
+
+
+def _draw_figure(canvas: "Canvas", figure: Figure, left: float, top: float, width: float) -> None:
+    """Draw a figure with its upper left corner at (left, top), in inches from the lower left of the canvas."""
+    whole_width, whole_height = canvas.get_size_inches()
+    names = 0.15 + 0.078 * max(len(bar.name) for bar in figure.bars)
+    values = 0.15 + 0.075 * max(len(bar.value) for bar in figure.bars)
+
+    def write(x: float, y: float, text: str, **style: Any) -> None:
+        canvas.text(x / whole_width, y / whole_height, text, va="center", **style)
+
+    write(left, top - 0.2, figure.title, color=INK, fontsize=12, fontweight="bold")
+    inches, bars_inches = _LINE_INCHES * _num_lines(figure), width - names - values
+    bottom = top - _TITLE_INCHES - inches
+    place = (
+        (left + names) / whole_width,
+        bottom / whole_height,
+        bars_inches / whole_width,
+        inches / whole_height,
+    )
+    axes = canvas.add_axes(place)
+    axes.set_axis_off()
+    axes.set_ylim(_num_lines(figure) - 0.5, -0.5)
+    axes.set_xlim(0, figure.longest)
+    line = 0.0
+    for heading, bars in figure.groups:
+        if heading:
+            line += 0.4
+            _label(axes, heading, 0, line, -names * 72, ha="left", fontweight="bold")
+            line += 1
+        for bar in bars:
+            _label(axes, bar.name, 0, line, -5, ha="right")
+            begin = 0.0
+            for block in bar.blocks:
+                axes.barh(line, block.amount, left=begin, height=0.68, color=block.colour)
+                if block.amount / figure.longest * bars_inches > 0.085 * (len(block.text) + 1):
+                    colour = PAPER if block.colour in DARK else INK
+                    axes.text(
+                        begin + block.amount / 2,
+                        line,
+                        block.text,
+                        va="center",
+                        ha="center",
+                        fontsize=8,
+                        color=colour,
+                    )
+                begin += block.amount
+            _label(axes, bar.value, begin, line, 5, ha="left")
+            line += 1
+    y = bottom - 0.2
+    for number, (name, colour) in enumerate(figure.key.items()):
+        x = left + 0.1 + number % _KEY_COLUMNS * (width - 0.1) / _KEY_COLUMNS
+        y = bottom - 0.2 - number // _KEY_COLUMNS * _KEY_INCHES
+        write(x, y, "■", color=colour, fontsize=10)
+        write(x + 0.16, y, name, color=FAINT, fontsize=8.5)
+    write(left + 0.1, y - (_KEY_INCHES if figure.key else 0), figure.caption, color=FAINT, fontsize=8.5)
+
+
+def _label(axes: "Axes", text: str, x: float, line: float, points: float, **style: Any) -> None:
+    """Write beside a point of the axes, so many points to the right of it."""
+    axes.annotate(
+        text,
+        (x, line),
+        xytext=(points, 0),
+        textcoords="offset points",
+        va="center",
+        color=INK,
+        fontsize=9,
+        **style,
+    )
+
+
+def _canvas(width: float, height: float) -> "Canvas":
+    """An empty picture, its size in inches."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure as Canvas
+    except ImportError as error:
+        raise BenchError("the chart needs matplotlib: pip install 'kestrel[plots]'") from error
+    canvas = Canvas(figsize=(width, height), dpi=150, facecolor=PAPER)
+    FigureCanvasAgg(canvas)
+    return canvas
+
+
+def _sign(canvas: "Canvas", machine: Machine, remark: str) -> None:
+    """Write at the foot what it was measured on."""
+    canvas.text(
+        0.02, 0.2 / canvas.get_size_inches()[1],
+        f"{machine.cpu}, {machine.cores} cores · Kestrel {machine.kestrel}, onnxruntime {machine.onnxruntime} · "
+        f"{remark}",
         color=FAINT, fontsize=8.5, va="center",
     )  # fmt: skip
+
+
+def _save(canvas: "Canvas", path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Software": None})
+    canvas.savefig(path, metadata={"Software": None})
 
 
 def _cell_title(cell: CellReport) -> str:
@@ -78,8 +205,8 @@ def _cell_title(cell: CellReport) -> str:
         else "TEXT DIFFERS from the run without the store"
     )
     return (
-        f"{cell.model}, {cell.weights} weights · {cell.restored.cached_tokens:,} of {cell.restored.prompt_tokens:,} "
-        f"prompt tokens restored · {same}"
+        f"{cell.model}, {cell.weights} weights, {cell.kv} KV · {cell.restored.cached_tokens:,} of "
+        f"{cell.restored.prompt_tokens:,} prompt tokens restored · {same}"
     )
 
 

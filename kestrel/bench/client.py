@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,60 @@ def complete(host: str, port: int, prompt: Sequence[int] | str, max_tokens: int)
         if response.status != 200:
             _json_of(response, "/v1/completions")
         return _read_stream(_events(response), sent)
+    finally:
+        connection.close()
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """When the tokens of a streamed answer arrived, seconds of time.perf_counter; `sent`: when it was asked for.
+
+    Tokens that were drafted arrive together and have one time.
+    """
+
+    sent: float
+    times: list[float]
+
+
+def arrivals(
+    host: str,
+    port: int,
+    prompt: Sequence[int],
+    max_tokens: int,
+    over: threading.Event | None = None,
+    begun: threading.Event | None = None,
+) -> Arrivals:
+    """Read a greedy streamed completion of exactly `max_tokens` tokens, and only note when each came.
+
+    over: leave when it is set, after the next token. begun: is set when the first token is there. BenchError.
+    """
+    body = {
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "logprobs": 0,  # so that every token is told of, whether it completes a character or not
+    }
+    connection = http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
+    try:
+        connection.connect()
+        sent, times = time.perf_counter(), list[float]()
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        response = connection.getresponse()
+        if response.status != 200:
+            _json_of(response, "/v1/completions")
+        for line in response:
+            if line.startswith(b'data: {"error"'):
+                raise BenchError(f"the server failed while answering: {line.decode(errors='replace')}")
+            if b'"token_logprobs":[' in line:  # reading the JSON would take the server's processors
+                times.append(time.perf_counter())
+                if begun is not None:
+                    begun.set()
+            if over is not None and over.is_set():
+                break
+        return Arrivals(sent, times)
     finally:
         connection.close()
 

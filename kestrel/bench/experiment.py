@@ -12,7 +12,6 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 
 from kestrel.bench import prompts
@@ -21,10 +20,12 @@ from kestrel.bench.machine import busy_share, describe_machine
 from kestrel.bench.process import ServerProcess, drop_from_page_cache, with_free_port
 from kestrel.bench.records import (
     BenchError,
+    Cell,
     FirstPrompt,
     Measurement,
     ModelRecord,
     PageList,
+    Parts,
     Run,
     SecondPrompt,
     load_record,
@@ -40,27 +41,6 @@ WARM_UP_TOKENS = 4
 PROGRESS_SECONDS = 5.0
 
 Log = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Where one model at one context length keeps its files: JSON in `records`, KV and logs in `scratch`.
-
-    `scratch` is the experiment's own: its stores are emptied and filled at will.
-    """
-
-    records: Path
-    scratch: Path
-
-    @property
-    def store(self) -> Path:
-        """Root of the store the servers use; emptied before the first session."""
-        return self.scratch / "kv"
-
-    @property
-    def kept(self) -> Path:
-        """The store as the first session left it, so that restoring can be measured more than once."""
-        return self.scratch / "kv-after-kill"
 
 
 def prepare_model(config: Config, record: Path, log: Log = print) -> None:
@@ -88,7 +68,7 @@ def prepare_model(config: Config, record: Path, log: Log = print) -> None:
 
 
 def write_first_prompt(config: Config, cell: Cell, log: Log = print) -> None:
-    """Build the conversation and write first.json. Raises ConfigError when the model's context cannot hold it."""
+    """Build the conversation and write the first prompt. Raises ConfigError when the model's context cannot hold it."""
     checkpoint, _ = resolve_model(config.model, log)
     chat = checkpoint.chat_template()
     if config.model.chat_template is not None:
@@ -103,7 +83,7 @@ def write_first_prompt(config: Config, cell: Cell, log: Log = print) -> None:
             f"the model has {window}; try bench.context_tokens={num_tokens - (needed - window)}"
         )
     save_record(
-        cell.records / "first.json",
+        cell.first,
         FirstPrompt(
             tokens=list(conversation.first),
             follow_up=list(conversation.follow_up),
@@ -120,7 +100,7 @@ def run_first_session(config: Config, cell: Cell, log: Log = print) -> None:
 
     Writes cold.json, second.json and pages.json. Raises BenchError.
     """
-    first = load_record(FirstPrompt, cell.records / "first.json")
+    first = load_record(FirstPrompt, cell.first)
     most, needed = config.cache.max_prefix_tokens, len(first.tokens) + config.bench.answer_tokens
     if most is not None and most < needed:
         raise ConfigError(
@@ -147,7 +127,7 @@ def restore_session(config: Config, cell: Cell, log: Log = print) -> None:
     second = load_record(SecondPrompt, cell.records / "second.json")
     if not all((cell.kept / path).is_file() for path in pages.paths):
         log("the first session's artifacts are not here; computing them again")
-        _first_session(config, cell, load_record(FirstPrompt, cell.records / "first.json"), log)
+        _first_session(config, cell, load_record(FirstPrompt, cell.first), log)
     _reset_store(cell)
     drop_from_page_cache(artifact_paths(cell.store))
     log(f"S2: {len(second.tokens)} tokens, {len(pages.paths)} artifacts, read from the disk")
@@ -251,7 +231,15 @@ def _run(server: ServerProcess, completion: Completion, bytes_written: int, busy
         miss_reason=stats["miss_reason"],
         finish_reason=completion.finish_reason,
         text=completion.text,
+        parts=_parts(completion),
     )
+
+
+def _parts(completion: Completion) -> Parts:
+    """The server's parts of the time to the first token, and what the client saw on top."""
+    timings: dict[str, float] = completion.kestrel["timings"]
+    beyond = completion.ttft_ms - completion.kestrel["ttft_ms"]
+    return Parts(**timings, client_ms=round(beyond, 3))
 
 
 def _tell(log: Log, name: str, run: Run) -> None:

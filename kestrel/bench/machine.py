@@ -10,6 +10,11 @@ from kestrel import __version__
 from kestrel.bench.process import drop_from_page_cache
 from kestrel.bench.records import Machine
 
+# Instructions that the kernels profit from, as /proc/cpuinfo spells them.
+_USEFUL_FLAGS = {
+    "x86_64": ("avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8"),
+    "aarch64": ("asimd", "asimddp", "i8mm", "sve", "bf16"),
+}
 _PROBE_BYTES = 64 * 2**20  # written and read once to measure the disk
 _BLOCK_BYTES = 2**20
 
@@ -19,6 +24,7 @@ def describe_machine(folder: Path) -> Machine:
     read, write = measure_disk(folder)
     return Machine(
         cpu=_cpu_name(),
+        instructions=" ".join(instructions()) or "no extras",
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         os=f"{_distribution()}, {platform.system()} {platform.release()} {platform.machine()}",
@@ -69,15 +75,31 @@ def _processor_times() -> tuple[int, int]:
     return fields[3] + fields[4], sum(fields)
 
 
+def instructions() -> list[str]:
+    """The instructions of this CPU that the kernels profit from, as /proc/cpuinfo spells them."""
+    fields = cpuinfo()
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    return [flag for flag in _USEFUL_FLAGS.get(platform.machine(), ()) if flag in flags]
+
+
+def cpuinfo() -> dict[str, str]:
+    """Fields of the first processor in /proc/cpuinfo; empty where there is none."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    first = text.split("\n\n")[0]
+    return {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())
+    }
+
+
 def _cpu_name() -> str:
     """The board's or the processor's name, as the kernel knows it."""
     board = Path("/proc/device-tree/model")  # ARM boards: "Radxa ROCK 5B"
     if board.is_file():
         return board.read_text(errors="replace").strip("\0\n ")
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return cpuinfo().get("model name") or platform.processor() or platform.machine()
 
 
 def _distribution() -> str:

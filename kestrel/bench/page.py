@@ -1,23 +1,18 @@
 """The report as one HTML file that needs nothing else: no network, no script, no font, no picture beside it."""
 
 import html
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
-from kestrel.bench.report import CALIBER_NAMES, CALIBERS, Report, duration, gibibytes, megabytes, ratio
+from kestrel.bench.figures import DARK, Bar, Figure, cell_names, figures
+from kestrel.bench.records import BenchError, Machine, Parts
+from kestrel.bench.report import CALIBER_NAMES, CALIBERS, Report, gibibytes, ratio
 
-RUNS = {"cold": "cold start", "control": "no store", "restored": "restored"}
-COLOURS = {"cold": "#8fa3b5", "control": "#b9c5d0", "restored": "#e4572e"}
-PARTS = {
-    "compute": ("computing the prompt", "#34627a"),
-    "rest": ("lookup, waiting for the disk, first token", "#e9b44c"),
-}
-BYTES = {
-    "cold": ("written by S1", "#8fa3b5"),
-    "read": ("read by S2", "#e4572e"),
-    "tail": ("written by S2", "#f2a488"),
-}
-WIDTH, LABEL, ROW = 760, 190, 24  # of a chart, of its row names, of one row; pixels
+WIDTH, LINE, BAR, GAP = 760, 24, 16, 8  # of a chart, of a line, of a bar, between groups; pixels
+LETTER = 7.2  # of a text, generously
 
 STYLE = """
 body{margin:0 auto;max-width:60rem;padding:2rem 1rem 4rem;color:#1b2733;background:#fff;
@@ -27,9 +22,32 @@ p.machine,figcaption,.key{color:#6b7885;font-size:.88rem}figure{margin:.4rem 0 0
 .figures{display:flex;gap:2.5rem;flex-wrap:wrap;margin:1rem 0}
 .figures b{display:block;font-size:2.4rem;line-height:1.1;color:#e4572e}
 svg{width:100%;height:auto;display:block}svg text{font:13px system-ui,sans-serif;fill:#1b2733}
-svg .value{fill:#6b7885}.key i{display:inline-block;width:.8em;height:.8em;margin:0 .35em 0 1em;border-radius:2px}
+svg .value{fill:#6b7885}
+svg .group{font-weight:600}svg .on{fill:#fff}svg .in{font-size:11px}
+.key{display:flex;flex-wrap:wrap;gap:0 1.2rem}
+.key i{display:inline-block;width:.8em;height:.8em;margin-right:.35em;border-radius:2px}
 .bad{background:#fdecea;border-left:4px solid #c62828;padding:.5rem .8rem}
 """
+
+
+def load_board(path: Path) -> dict[str, Any]:
+    """The report.json of another board. Raises BenchError when this Kestrel would not write one like it."""
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        machine, cells = data["machine"], data["contexts"]
+        fits = {field.name for field in fields(Machine)} <= set(machine) and all(
+            set(cell[run]["parts"]) == {field.name for field in fields(Parts)}
+            for cell in cells
+            for run in ("cold", "control", "restored")
+        )
+    except (ValueError, KeyError, TypeError):
+        fits = False
+    if not fits:
+        raise BenchError(
+            f"{path}: expected the report.json of a board with this version of Kestrel; measure there again "
+            "(dvc repro), or take the file away"
+        )
+    return data
 
 
 def render_page(report: Report, others: Sequence[Mapping[str, Any]]) -> str:
@@ -50,125 +68,77 @@ def render_page(report: Report, others: Sequence[Mapping[str, Any]]) -> str:
 def _board(data: Mapping[str, Any], title: str) -> str:
     machine, cells = data["machine"], data["contexts"]
     facts = (
-        f"{machine['cpu']}, {machine['cores']} cores, {gibibytes(machine['memory_bytes'])}, {machine['os']}; disk "
-        f"reads {machine['disk_read_mb_s']:,.0f} MB/s, writes {machine['disk_write_mb_s']:,.0f} MB/s; Kestrel "
-        f"{machine['kestrel']}, onnxruntime {machine['onnxruntime']}, numba {machine['numba']}"
+        f"{machine['cpu']}, {machine['cores']} cores ({machine['instructions']}), "
+        f"{gibibytes(machine['memory_bytes'])}, {machine['os']}; disk reads {machine['disk_read_mb_s']:,.0f} MB/s, "
+        f"writes {machine['disk_write_mb_s']:,.0f} MB/s; Kestrel {machine['kestrel']}, onnxruntime "
+        f"{machine['onnxruntime']}, numba {machine['numba']}"
     )
     parts = [f"<h2>{html.escape(title)}</h2>", f'<p class="machine">{html.escape(facts)}</p>']
-    for cell in cells:
+    for cell, name in zip(cells, cell_names(cells), strict=True):
         if not cell["identical_text"] or not cell["restored"]["cached_tokens"]:
-            problem = (
-                f"{_name(cell)}: nothing was restored, or the restored answer differs from the control's."
-            )
+            problem = f"{name}: nothing was restored, or the restored answer differs from the control's."
             parts.append(f'<p class="bad">{html.escape(problem)}</p>')
-    parts.append(_figures(max(cells, key=lambda cell: int(cell["context_tokens"]))))
-    parts.append(_figure("Speed-up, cold / restored, by caliber", _speedups(cells), {}))
-    parts.append(
-        _figure(
-            "Time to first token",
-            _stacked(
-                [
-                    (
-                        f"{_name(cell)} {RUNS[run]}",
-                        [
-                            (colour, time)
-                            for (_, colour), time in zip(PARTS.values(), _split(cell[run]), strict=True)
-                        ],
-                        duration(cell[run]["ttft_ms"]),
-                    )
-                    for cell in cells
-                    for run in RUNS
-                ]
-            ),
-            dict(PARTS.values()),
-            "Reading overlaps with computing: "
-            + "; ".join(
-                f"{_name(cell)} read {megabytes(cell['restored']['bytes_read'])} in "
-                f"{duration(cell['restored']['restore_ms'])}"
-                for cell in cells
-            ),
-        )
-    )
-    parts.append(
-        _figure(
-            "Bytes a turn",
-            _stacked(
-                [
-                    (f"{_name(cell)} {title}", [(colour, value)], megabytes(value))
-                    for cell in cells
-                    for (title, colour), value in zip(BYTES.values(), _turn_bytes(cell), strict=True)
-                ]
-            ),
-            {},
-            "A turn writes the pages of its new tokens only.",
-        )
-    )
+    names = cell_names(cells)
+    largest = max(range(len(cells)), key=lambda place: int(cells[place]["context_tokens"]))
+    parts.append(_ratios(cells[largest], names[largest]))
+    parts += [_figure(figure) for figure in figures(data)]
     return "\n".join(parts)
 
 
-def _figures(cell: Mapping[str, Any]) -> str:
+def _ratios(cell: Mapping[str, Any], name: str) -> str:
     """The three ratios of one cell, large."""
-    figures = "".join(
+    large = "".join(
         f"<div><b>{ratio(cell['speedup'][caliber])}</b>{CALIBER_NAMES[caliber]}</div>" for caliber in CALIBERS
     )
-    return f"<h3>{html.escape(_name(cell))}: cold / restored</h3><div class='figures'>{figures}</div>"
+    title = html.escape(f"{cell['model']}, {name}: cold / restored")
+    return f"<h3>{title}</h3><div class='figures'>{large}</div>"
 
 
-def _speedups(cells: Sequence[Mapping[str, Any]]) -> str:
-    shades = dict(zip(CALIBERS, ("#7a2c17", "#b3431f", "#e4572e"), strict=True))
-    return _stacked(
-        [
-            (
-                f"{_name(cell)} {CALIBER_NAMES[caliber]}",
-                [(shades[caliber], cell["speedup"][caliber] or 0.0)],
-                ratio(cell["speedup"][caliber]),
-            )
-            for cell in cells
-            for caliber in CALIBERS
-        ]
+def _figure(figure: Figure) -> str:
+    keys = "".join(
+        f'<span><i style="background:{colour}"></i>{html.escape(name)}</span>'
+        for name, colour in figure.key.items()
     )
-
-
-def _split(run: Mapping[str, Any]) -> tuple[float, float]:
-    """Milliseconds until the first token that went into computing, and all others."""
-    compute = min(float(run["prefill_ms"]), float(run["ttft_ms"]))
-    return compute, float(run["ttft_ms"]) - compute
-
-
-def _turn_bytes(cell: Mapping[str, Any]) -> tuple[int, int, int]:
-    return cell["cold"]["bytes_written"], cell["restored"]["bytes_read"], cell["restored"]["bytes_written"]
-
-
-def _name(cell: Mapping[str, Any]) -> str:
-    kv = "" if cell["kv"] == "float32" else f", {cell['kv']} KV"
-    return f"{cell['model']} {cell['context_tokens']:,}{kv}"
-
-
-def _stacked(rows: Sequence[tuple[str, Sequence[tuple[str, float]], str]]) -> str:
-    """An SVG of horizontal bars: (name, parts as (colour, amount), value as text); all rows have one scale."""
-    label = max(LABEL, 8 * max(len(name) for name, _, _ in rows))
-    longest = max(sum(amount for _, amount in parts) for _, parts, _ in rows) or 1.0
-    scale = (WIDTH - label - 90) / longest
-    shapes = []
-    for place, (name, parts, value) in enumerate(rows):
-        y, x = place * ROW, float(label)
-        shapes.append(f'<text x="{label - 8}" y="{y + 16}" text-anchor="end">{html.escape(name)}</text>')
-        for colour, amount in parts:
-            width = amount * scale
-            shapes.append(
-                f'<rect x="{x:.1f}" y="{y + 4}" width="{max(width, 0.5):.1f}" height="16" fill="{colour}"/>'
-            )
-            x += width
-        shapes.append(f'<text class="value" x="{x + 6:.1f}" y="{y + 16}">{html.escape(value)}</text>')
-    height = len(rows) * ROW
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img">{"".join(shapes)}</svg>'
-
-
-def _figure(title: str, chart: str, key: Mapping[str, str], caption: str = "") -> str:
-    keys = "".join(f'<i style="background:{colour}"></i>{html.escape(name)}' for name, colour in key.items())
     return (
-        f"<h3>{html.escape(title)}</h3><figure>{chart}"
+        f"<h3>{html.escape(figure.title)}</h3><figure>{_svg(figure)}"
         + (f'<div class="key">{keys}</div>' if keys else "")
-        + (f"<figcaption>{html.escape(caption)}</figcaption>" if caption else "")
+        + (f"<figcaption>{html.escape(figure.caption)}</figcaption>" if figure.caption else "")
         + "</figure>"
     )
+
+
+def _svg(figure: Figure) -> str:
+    """The bars of a figure; names left of them, values behind them, a heading above each group."""
+    left = LETTER * max(len(bar.name) for bar in figure.bars) + 12
+    right = LETTER * max(len(bar.value) for bar in figure.bars) + 12
+    scale = (WIDTH - left - right) / figure.longest
+    shapes: list[str] = []
+    y = 0
+    for heading, bars in figure.groups:
+        if heading:
+            y += GAP if shapes else 0
+            shapes.append(f'<text class="group" x="0" y="{y + 16}">{html.escape(heading)}</text>')
+            y += LINE
+        for bar in bars:
+            shapes += _bar(bar, left, y, scale)
+            y += LINE
+    return f'<svg viewBox="0 0 {WIDTH} {y}" role="img">{"".join(shapes)}</svg>'
+
+
+def _bar(bar: Bar, left: float, y: int, scale: float) -> list[str]:
+    name = f'<text x="{left - 8:.1f}" y="{y + 16}" text-anchor="end">{html.escape(bar.name)}</text>'
+    shapes, x = [name], left
+    for block in bar.blocks:
+        width = block.amount * scale
+        shapes.append(
+            f'<rect x="{x:.1f}" y="{y + 4}" width="{width:.1f}" height="{BAR}" fill="{block.colour}"/>'
+        )
+        if width > LETTER * len(block.text) + 4:
+            kind = "in on" if block.colour in DARK else "in"
+            middle = x + width / 2
+            shapes.append(
+                f'<text class="{kind}" x="{middle:.1f}" y="{y + 16}" text-anchor="middle">{block.text}</text>'
+            )
+        x += width
+    shapes.append(f'<text class="value" x="{x + 6:.1f}" y="{y + 16}">{html.escape(bar.value)}</text>')
+    return shapes

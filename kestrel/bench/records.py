@@ -1,11 +1,11 @@
 """The files the steps of the experiment hand to each other: small JSON, one dataclass each.
 
-A cell is one model at one context length; its records lie in one folder:
+A cell is one model at one context length with one type of KV. Its first prompt is that of all types:
 
-    first.json                  the first prompt                    (a function of the model and the length)
-    second.json                 the prompt that continues it        (a function of the first answer)
-    pages.json                  the artifacts of the first session  (a function of tokens, identity, page size)
-    cold.json restored.json control.json                            (measurements)
+    <model>-<context>/first.json         the first prompt                    (a function of model and length)
+    <model>-<context>-<kv>/second.json   the prompt that continues it        (a function of the first answer)
+                           pages.json    the artifacts of the first session  (of tokens, identity, page size)
+                           cold.json restored.json control.json              (measurements)
 
 What is a pure function of its inputs is kept apart from the measurements, so that measuring again does not make
 what depends on the former alone out of date.
@@ -30,9 +30,13 @@ class BenchError(KestrelError):
 
 @dataclass(frozen=True)
 class Machine:
-    """Hardware and software of a measurement. `disk_*` are megabytes (10^6 bytes) a second, sequential, uncached."""
+    """Hardware and software of a measurement. `disk_*` are megabytes (10^6 bytes) a second, sequential, uncached.
+
+    instructions: those of the CPU that the kernels profit from.
+    """
 
     cpu: str
+    instructions: str
     cores: int
     memory_bytes: int
     os: str
@@ -42,6 +46,26 @@ class Machine:
     kestrel: str
     disk_read_mb_s: float
     disk_write_mb_s: float
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where the time to the first token went: milliseconds that add up to `Run.ttft_ms`.
+
+    All but the last are the server's `kestrel.timings`: waiting for the engine, looking up what is known, opening what
+    was found, waiting for the disk, the layers' matrix products, attention, the scores of every token, and what is left
+    of the server's time. client: what the client's clock shows beyond the server's, the way there and back.
+    """
+
+    queue_ms: float
+    find_ms: float
+    open_ms: float
+    wait_ms: float
+    matmul_ms: float
+    attention_ms: float
+    head_ms: float
+    rest_ms: float
+    client_ms: float
 
 
 @dataclass(frozen=True)
@@ -67,6 +91,38 @@ class Run:
     miss_reason: str | None
     finish_reason: str
     text: str
+    parts: Parts
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Where one model at one context length with one type of KV keeps its files.
+
+    first: the first prompt. records: folder of the other JSON. scratch: folder of KV and logs, the experiment's own:
+    its stores are emptied and filled at will.
+    """
+
+    first: Path
+    records: Path
+    scratch: Path
+
+    @property
+    def store(self) -> Path:
+        """Root of the store the servers use; emptied before the first session."""
+        return self.scratch / "kv"
+
+    @property
+    def kept(self) -> Path:
+        """The store as the first session left it, so that restoring can be measured more than once."""
+        return self.scratch / "kv-after-kill"
+
+
+def cell_of(folder: Path, model: str, context_tokens: int, kv: str) -> Cell:
+    """The cell's places below the folder of an experiment's results."""
+    prompt = f"{model}-{context_tokens}"
+    name = f"{prompt}-{kv}"
+    records = folder / "records"
+    return Cell(records / prompt / "first.json", records / name, folder / "stores" / name)
 
 
 @dataclass(frozen=True)
@@ -146,7 +202,7 @@ def load_record(kind: type[R], path: Path) -> R:
     return _read(kind, data, path)
 
 
-_NESTED = (Machine, Run)  # records inside records
+_NESTED = (Machine, Run, Parts)  # records inside records
 
 
 def _read(kind: type[R], data: Any, path: Path) -> R:

@@ -2,19 +2,23 @@
 
 Calibers: `prefill` is computing the prompt alone; `ttft` runs from the request to the first text at the client, the
 read of the restored KV included; `wall` is the whole request. A ratio is slow / fast of the same caliber.
+
+A time to the first token is shown in pieces, which add up to it; see records.Parts for what they are made of.
 """
 
 import csv
 import dataclasses
 import io
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kestrel.bench.records import (
     BenchError,
+    Cell,
     FirstPrompt,
     Machine,
     Measurement,
@@ -27,12 +31,51 @@ from kestrel.bench.records import (
 CALIBERS = ("prefill", "ttft", "wall")
 CALIBER_NAMES = {"prefill": "prefill", "ttft": "TTFT", "wall": "wall"}
 
+
+@dataclass(frozen=True)
+class Piece:
+    """Some parts of a time to the first token under one name; `key` is its name among the metrics."""
+
+    key: str
+    name: str
+    parts: tuple[str, ...]  # of records.Parts
+
+
+_FIND = Piece("find", "lookup", ("find_ms", "open_ms"))
+_WAIT = Piece("wait", "waiting for the disk", ("wait_ms",))
+TTFT_PIECES = (
+    _FIND,
+    _WAIT,
+    Piece("tail", "computing the prompt", ("matmul_ms", "attention_ms")),
+    Piece("first_token", "first token", ("head_ms", "client_ms")),
+    Piece("rest", "the rest", ("queue_ms", "rest_ms")),
+)
+COLD_PIECES = (
+    Piece("matmul", "matrix products", ("matmul_ms",)),
+    Piece("attention", "attention", ("attention_ms",)),
+    Piece("head", "scores of the first token", ("head_ms",)),
+    _FIND,
+    _WAIT,
+    Piece("rest", "the rest", ("queue_ms", "rest_ms", "client_ms")),
+)
+PART_NAMES = {
+    "find_ms": "lookup",
+    "open_ms": "opening the artifacts",
+    "wait_ms": "waiting for the disk",
+    "matmul_ms": "matrix products",
+    "attention_ms": "attention",
+    "head_ms": "scores of the first token",
+    "client_ms": "to the client and back",
+    "queue_ms": "waiting for the engine",
+    "rest_ms": "embedding, bookkeeping",
+}
+
 QUIET = 0.15  # share of the processors that other work may take before the report warns
 
 
 @dataclass(frozen=True)
 class CellReport:
-    """The three runs of one model at one context length, and what they amount to.
+    """The three runs of one cell, and what they amount to.
 
     speedup: cold / restored. speedup_over_control: control / restored; both runs have the same prompt. A caliber
     without a ratio (the faster time is 0) is None.
@@ -57,8 +100,8 @@ class CellReport:
 
     @property
     def name(self) -> str:
-        """Short name, as in dvc.yaml: model and length."""
-        return f"{self.model}-{self.context_tokens}"
+        """Short name, as in dvc.yaml: model, length and type of KV."""
+        return f"{self.model}-{self.context_tokens}-{self.kv}"
 
 
 @dataclass(frozen=True)
@@ -89,9 +132,15 @@ def ratios(slow: Run, fast: Run) -> dict[str, float | None]:
     }
 
 
-def load_cell(records: Path) -> tuple[CellReport, Machine]:
-    """The report of the cell whose records lie in a folder, and the machine that measured it. Raises BenchError."""
-    first = load_record(FirstPrompt, records / "first.json")
+def pieces_ms(parts: Mapping[str, float], pieces: Sequence[Piece]) -> list[float]:
+    """The time of each piece; between them the pieces name every part once, so they add up to the whole."""
+    return [sum(parts[name] for name in piece.parts) for piece in pieces]
+
+
+def load_cell(place: Cell) -> tuple[CellReport, Machine]:
+    """The report of the cell whose records lie there, and the machine that measured it. Raises BenchError."""
+    records = place.records
+    first = load_record(FirstPrompt, place.first)
     second = load_record(SecondPrompt, records / "second.json")
     pages = load_record(PageList, records / "pages.json")
     cold, restored, control = (
@@ -138,9 +187,9 @@ def one_machine(machines: Sequence[Machine]) -> Machine:
     return first
 
 
-def build_report(cells: Sequence[Path]) -> Report:
-    """The report of all cells, given their folders of records. Raises BenchError."""
-    loaded = [load_cell(records) for records in cells]
+def build_report(cells: Sequence[Cell]) -> Report:
+    """The report of all cells. Raises BenchError."""
+    loaded = [load_cell(cell) for cell in cells]
     machine = one_machine([machine for _, machine in loaded])
     return Report(machine, tuple(cell for cell, _ in loaded))
 
@@ -182,12 +231,22 @@ def metrics(report: Report) -> dict[str, dict[str, Any]]:
             **{f"speedup_{caliber}": cell.speedup[caliber] for caliber in CALIBERS},
             **{f"restored_{caliber}_ms": milliseconds(cell.restored, caliber) for caliber in CALIBERS},
             **{f"cold_{caliber}_ms": milliseconds(cell.cold, caliber) for caliber in CALIBERS},
+            **_pieces("restored_ttft", cell.restored, TTFT_PIECES),
+            **_pieces("cold_ttft", cell.cold, COLD_PIECES),
+            "cold_bytes_written": cell.cold.bytes_written,
+            "restored_bytes_read": cell.restored.bytes_read,
+            "restored_bytes_written": cell.restored.bytes_written,
             "cached_tokens": cell.restored.cached_tokens,
             "identical_text": cell.identical_text,
             "fact_recalled": cell.fact_recalled,
         }
         for cell in report.contexts
     }
+
+
+def _pieces(name: str, run: Run, pieces: Sequence[Piece]) -> dict[str, float]:
+    times = pieces_ms(vars(run.parts), pieces)
+    return {f"{name}_{piece.key}_ms": round(time, 3) for piece, time in zip(pieces, times, strict=True)}
 
 
 def calibers_csv(report: Report) -> str:
@@ -204,15 +263,21 @@ def calibers_csv(report: Report) -> str:
 
 
 def save_report(report: Report, folder: Path) -> None:
-    """Write report.json, metrics.json, calibers.csv and report.md into a folder."""
+    """Write report.json, calibers.csv, report.md and metrics/, a file a cell, into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (
         ("report.json", json.dumps(report.as_json(), indent=1, ensure_ascii=False) + "\n"),
-        ("metrics.json", json.dumps(metrics(report), indent=1) + "\n"),
         ("calibers.csv", calibers_csv(report)),
         ("report.md", markdown(report)),
     ):
         (folder / name).write_text(text, encoding="utf-8")
+    if (folder / "metrics").exists():
+        shutil.rmtree(folder / "metrics")  # cells of an earlier matrix would be shown beside these
+    (folder / "metrics").mkdir()
+    for name, numbers in metrics(report).items():
+        (folder / "metrics" / f"{name}.json").write_text(
+            json.dumps(numbers, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def markdown(report: Report) -> str:
@@ -220,13 +285,16 @@ def markdown(report: Report) -> str:
     machine = report.machine
     parts = [
         "# Restart experiment",
-        f"{machine.cpu}, {machine.cores} cores, {gibibytes(machine.memory_bytes)}; {machine.os}.\n"
+        f"{machine.cpu}, {machine.cores} cores ({machine.instructions}), {gibibytes(machine.memory_bytes)}; "
+        f"{machine.os}.\n"
         f"Kestrel {machine.kestrel}, Python {machine.python}, onnxruntime {machine.onnxruntime}, "
         f"numba {machine.numba}; disk reads {machine.disk_read_mb_s:,.0f} MB/s, "
         f"writes {machine.disk_write_mb_s:,.0f} MB/s.",
     ]
+    if len(report.contexts) > 1:
+        parts += ["## All cells", _summary(report.contexts)]
     for cell in report.contexts:
-        parts += [_heading(cell), _table(cell), _remarks(cell)]
+        parts += [_heading(cell), _table(cell), _parts_table(cell), _remarks(cell)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -256,6 +324,35 @@ def _table(cell: CellReport) -> str:
                 ratio(cell.speedup_over_control[caliber]),
             )
         )
+    return _aligned(rows)
+
+
+def _parts_table(cell: CellReport) -> str:
+    """Where the time to the first token went; the parts add up to it."""
+    runs = (cell.cold, cell.restored, cell.control)
+    rows: list[tuple[str, ...]] = [("of the TTFT", "S1 cold", "S2 restored", "control")]
+    rows += [
+        (name, *(duration(getattr(run.parts, part)) for run in runs)) for part, name in PART_NAMES.items()
+    ]
+    return _aligned(rows)
+
+
+def _summary(cells: Sequence[CellReport]) -> str:
+    """One line a cell: cold / restored, and the bytes of its turns."""
+    titles = ("prefill", "TTFT", "wall", "TTFT cold", "TTFT restored", "S1 wrote", "S2 read", "S2 wrote")
+    rows: list[tuple[str, ...]] = [("cold / restored", *titles)]
+    for cell in cells:
+        cold, restored = cell.cold, cell.restored
+        times = [duration(run.ttft_ms) for run in (cold, restored)]
+        sizes = [
+            megabytes(size) for size in (cold.bytes_written, restored.bytes_read, restored.bytes_written)
+        ]
+        rows.append((cell.name, *(ratio(cell.speedup[caliber]) for caliber in CALIBERS), *times, *sizes))
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table that reads well as text; the first row is its head."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [_line(row, widths) for row in rows]
     rule = "| " + " | ".join(
@@ -294,7 +391,7 @@ def _remarks(cell: CellReport) -> str:
             f"- start of the server: {duration(cold.boot_ms)} (S1), {duration(restored.boot_ms)} (S2)",
             f"- “{cell.question}” — “{one_line(cold.text)}”",
             f"- “{cell.follow_up_question}” — “{one_line(restored.text)}”: {same}; the planted fact was {recalled}",
-            f"- namespace {cell.namespace}",
+            f"- namespace {cell.namespace}, numerics probe {cell.numerics[:16]}",
         ]
     )
 

@@ -18,8 +18,10 @@ from kestrel.bench.measures import (
     llamacpp,
     peer,
     prefill,
+    published,
     restore,
     save,
+    serve,
     setting,
     speculate,
     startup,
@@ -173,6 +175,18 @@ def test_store_grows_by_its_sizes(config: Config, tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "stores").exists()
 
 
+def test_published_asks_git_and_dvc_themselves(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(published, "SIZES", (2, 40, 70))
+    monkeypatch.setattr(published, "MOST_FOR_DVC", 40)
+    published.run(config, tmp_path)
+    record = check(tmp_path, "published")
+    assert [row["pages"] for row in record["rows"]] == [2, 40, 70]
+    assert [row["status_s"] is None for row in record["rows"]] == [False, False, True]
+    assert not (tmp_path / "boards").exists()
+
+
 def test_made_up_stores_are_real_ones(tmp_path: Path) -> None:
     made = write_store(tmp_path / "kv", 70)
     with Store(made.root, Limits()) as opened:
@@ -303,6 +317,18 @@ def test_prompts_begin_differently_and_leave_out_what_is_refused() -> None:
     prompts = setting.Prompts(1000, refused=[500])
     assert all(500 not in prompt and min(prompt) >= 300 for prompt in (prompts(2000), prompts(2000)))
     assert prompts(50)[:8] != prompts(50)[:8]
+
+
+def test_serve_has_streams_side_by_side_and_beside_a_prompt(config: Config, tmp_path: Path) -> None:
+    serve.run(config, tmp_path)
+    record = check(tmp_path, "serve")
+    *streams, beside = record["rows"]
+    assert [row["streams"] for row in streams] == list(serve.STREAMS)
+    for row in streams:
+        assert row["speedup"] == pytest.approx(row["rate"] / streams[0]["rate"])
+    assert beside["prompt"] == 1024 - 2
+    assert beside["p95_ms"] / beside["chunk_ms"] == pytest.approx(beside["ratio"])
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("name", MEASURES)

@@ -6,12 +6,24 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-CELL = "tiny-500"
+PROMPT = "tiny-500"
+CELLS = ("tiny-500-float32", "tiny-500-int8")
+RESULTS = (
+    "breakdown.png",
+    "calibers.csv",
+    "metrics/tiny-500-float32.json",
+    "metrics/tiny-500-int8.json",
+    "report.html",
+    "report.json",
+    "report.md",
+    "report.png",
+)
 ROOT = Path(__file__).parent.parent.parent
 WHAT_GIT_HOLDS = (
     ".dvc/config",
@@ -106,7 +118,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     (root / "conf/model/tiny.yaml").write_text(TINY_MODEL)
     (root / "conf/prefixes/tiny.yaml").write_text(TINY_PREFIXES)
     (root / "params.yaml").write_text(
-        "models: [tiny]\ncontexts: [500]\nprefixes: [tiny]\nengine: int8\ncache: default\n"
+        "models: [tiny]\ncontexts: [500]\nkv: [float32, int8]\nprefixes: [tiny]\nengine: int8\ncache: default\n"
         "overrides: bench.answer_tokens=8\n"
     )
     clone = Clone(root)
@@ -121,21 +133,42 @@ def changed_stages(clone: Clone) -> set[str]:
     return {name.partition("@")[0] for name in json.loads(clone.run("dvc", "status", "--json"))}
 
 
-def test_the_experiment_ran(clone: Clone) -> None:
-    (cell,) = json.loads((clone.root / "artifacts/bench/report.json").read_text())["contexts"]
+@pytest.mark.parametrize("number", (0, 1))
+def test_the_experiment_ran_with_every_type_of_kv(clone: Clone, number: int) -> None:
+    cells = json.loads((clone.root / "artifacts/bench/report.json").read_text())["contexts"]
+    assert [cell["kv"] for cell in cells] == ["float32", "int8"]
+    cell = cells[number]
     assert cell["identical_text"] is True
     assert cell["cold"]["prompt_tokens"] == 500 and cell["cold"]["cached_tokens"] == 0
     assert cell["control"]["cached_tokens"] == 0
     assert cell["restored"]["prompt_tokens"] == cell["control"]["prompt_tokens"]
+    records = clone.root / "artifacts/bench/records"
     first, pages, second = (
-        json.loads((clone.root / f"artifacts/bench/records/{CELL}/{name}.json").read_text())
-        for name in ("first", "pages", "second")
+        json.loads((records / name).with_suffix(".json").read_text())
+        for name in (f"{PROMPT}/first", f"{CELLS[number]}/pages", f"{CELLS[number]}/second")
     )
     assert second["tokens"][:500] == first["tokens"]
     assert cell["restored"]["cached_tokens"] == len(second["tokens"]) - len(first["follow_up"])
     assert cell["restored"]["bytes_read"] > 0 and pages["paths"]
-    for name in ("report.html", "report.md", "report.png", "metrics.json", "calibers.csv"):
+    for run in ("cold", "restored", "control"):
+        parts = cell[run]["parts"]
+        assert sum(parts.values()) == pytest.approx(cell[run]["ttft_ms"], abs=0.01)
+        assert min(parts.values()) >= 0 and parts["matmul_ms"] > 0 and parts["attention_ms"] > 0
+
+
+def test_int8_kv_takes_fewer_bytes_and_another_namespace(clone: Clone) -> None:
+    float32, int8 = json.loads((clone.root / "artifacts/bench/report.json").read_text())["contexts"]
+    assert int8["namespace"] != float32["namespace"]
+    assert int8["restored"]["bytes_read"] < float32["restored"]["bytes_read"] / 2
+
+
+def test_everything_there_is_to_look_at_is_written(clone: Clone) -> None:
+    for name in RESULTS:
         assert (clone.root / "artifacts/bench" / name).stat().st_size > 0
+    shown = json.loads(clone.run("dvc", "metrics", "show", "--json"))
+    numbers = {Path(path).stem: file["data"] for path, file in shown[""]["data"].items()}
+    assert set(numbers) == set(CELLS)
+    assert {"speedup_ttft", "restored_ttft_wait_ms", "restored_bytes_written"} <= set(numbers[CELLS[0]])
 
 
 def prepared(clone: Clone) -> dict[str, list[Path]]:
@@ -169,10 +202,9 @@ def test_only_what_is_missing_of_the_prefixes_is_computed(clone: Clone) -> None:
 def test_nothing_is_done_twice_and_git_sees_only_results(clone: Clone) -> None:
     assert changed_stages(clone) == set()
     new = clone.run("git", "status", "--porcelain", "--untracked-files=all").splitlines()
-    results = ("calibers.csv", "metrics.json", "report.html", "report.json", "report.md", "report.png")
     untracked = {line[3:] for line in new if line.startswith("??")}
     lists = {"artifacts/prefixes/tiny-tiny.json"}
-    assert untracked == {"dvc.lock", *(f"artifacts/bench/{name}" for name in results), *lists}
+    assert untracked == {"dvc.lock", *(f"artifacts/bench/{name}" for name in RESULTS), *lists}
 
 
 @pytest.mark.parametrize(
@@ -202,6 +234,7 @@ def test_nothing_is_done_twice_and_git_sees_only_results(clone: Clone) -> None:
         ("params.yaml", "overrides: bench.answer_tokens=8", "overrides: bench.answer_tokens=9", {
             "model", "prompts", "snapshot", "restore", "control", "prefixes",
         }),
+        ("params.yaml", "kv: [float32, int8]", "kv: [int8]", {"report"}),
         ("kestrel/bench/chart.py", '"restored"', "'restored'", {"report"}),
     ),
 )  # fmt: skip
@@ -215,21 +248,22 @@ def test_an_edit_touches_just_its_dependants(
     try:
         assert changed_stages(clone) == stages
         planned = re.findall(r"Running stage '(\w+)", clone.run("dvc", "repro", "--dry"))
-        assert set(planned) == stages and len(planned) == len(stages)
+        per_type = {stage: 2 if stage in ("snapshot", "restore", "control") else 1 for stage in stages}
+        assert Counter(planned) == per_type
     finally:
         path.write_text(before)
 
 
 def test_a_clone_that_has_the_records_but_not_the_kv_restores_too(clone: Clone) -> None:
     shutil.rmtree(clone.root / "artifacts/bench/stores")
-    said = clone.run("dvc", "repro", "--force", "--single-item", f"restore@{CELL}")
+    said = clone.run("dvc", "repro", "--force", "--single-item", f"restore@{CELLS[0]}")
     assert "computing them again" in said
-    restored = json.loads((clone.root / f"artifacts/bench/records/{CELL}/restored.json").read_text())
+    restored = json.loads((clone.root / f"artifacts/bench/records/{CELLS[0]}/restored.json").read_text())
     assert restored["run"]["cached_tokens"] > 500
 
 
 def test_a_broken_promise_fails_the_report_after_it_is_written(clone: Clone) -> None:
-    path = clone.root / f"artifacts/bench/records/{CELL}/control.json"
+    path = clone.root / f"artifacts/bench/records/{CELLS[0]}/control.json"
     before = path.read_text()
     record = json.loads(before)
     record["run"]["text"] += "!"
@@ -238,7 +272,7 @@ def test_a_broken_promise_fails_the_report_after_it_is_written(clone: Clone) -> 
     try:
         done = clone.attempt("python", "-m", "pipelines.report")
         assert done.returncode == 1 and "differs from the control's" in done.stderr
-        (cell,) = json.loads((clone.root / "artifacts/bench/report.json").read_text())["contexts"]
-        assert cell["identical_text"] is False
+        cell, other = json.loads((clone.root / "artifacts/bench/report.json").read_text())["contexts"]
+        assert cell["identical_text"] is False and other["identical_text"] is True
     finally:
         path.write_text(before)

@@ -7,9 +7,10 @@ nothing is stored of are computed. The bound is on the time to the first token b
 
 import os
 import shutil
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from kestrel.bench.measures.result import (
     Bars,
@@ -60,41 +61,55 @@ COLUMNS = (
 )
 
 
-class SlowPage(OpenPage):
-    """An artifact on a disk of so many bytes a second."""
+class SlowDisk:
+    """So many bytes a second for all who read together."""
 
-    def __init__(self, fd: int, path: Path, layout: PageLayout, bytes_per_second: float) -> None:
-        super().__init__(fd, path, layout)
+    def __init__(self, bytes_per_second: float) -> None:
         self._bytes_per_second = bytes_per_second
+        self._lock = threading.Lock()
+        self._free_at = 0.0  # when what is asked for so far has been read
 
-    def read_layer_into(self, layer: int, buffer: Any) -> None:
-        """Read a layer, no sooner than the disk can."""
-        due, told = time.perf_counter(), self.progress
+    def wait(self, nbytes: int) -> None:
+        """Return no sooner than the disk could have brought so many more bytes."""
+        with self._lock:
+            self._free_at = max(self._free_at, time.perf_counter()) + nbytes / self._bytes_per_second
+            due = self._free_at
+        time.sleep(max(0.0, due - time.perf_counter()))
+
+
+class SlowPage(OpenPage):
+    """An artifact on a slow disk."""
+
+    def __init__(self, fd: int, path: Path, layout: PageLayout, disk: SlowDisk) -> None:
+        self._disk = disk
+        super().__init__(fd, path, layout)
+
+    @property
+    def progress(self) -> Callable[[int], None]:
+        """Waits for the disk with each piece, then tells whoever watches."""
+        told = self._told
 
         def wait(nbytes: int) -> None:
-            nonlocal due
-            due += nbytes / self._bytes_per_second
-            time.sleep(max(0.0, due - time.perf_counter()))
+            self._disk.wait(nbytes)
             if told is not None:
                 told(nbytes)
 
-        self.progress = wait
-        try:
-            super().read_layer_into(layer, buffer)
-        finally:
-            if self.progress is wait:  # else it was decided meanwhile that nobody watches any more
-                self.progress = told
+        return wait
+
+    @progress.setter
+    def progress(self, told: Callable[[int], None] | None) -> None:
+        self._told = told
 
 
 class SlowStore(Store):
     """A store whose artifacts are read at a limited rate."""
 
-    bytes_per_second: float = 1e12
+    disk = SlowDisk(1e12)
 
     def open_page(self, ref: PageRef, layout: PageLayout) -> OpenPage:
         """As the store's own, but slow to read."""
         with super().open_page(ref, layout) as page:
-            return SlowPage(os.dup(page.fd), page.path, layout, self.bytes_per_second)
+            return SlowPage(os.dup(page.fd), page.path, layout, self.disk)
 
 
 def run(config: Config, out: Path, full: bool = False) -> Result:
@@ -190,7 +205,7 @@ def _slow_down(runtime: Runtime, bytes_per_second: float | None) -> None:
     assert runtime.store is not None
     if bytes_per_second is not None:
         store = SlowStore(runtime.store.root, runtime.store.limits)
-        store.bytes_per_second = bytes_per_second
+        store.disk = SlowDisk(bytes_per_second)
         runtime.cache.store = store.open()
 
 
