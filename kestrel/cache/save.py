@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kestrel.cache.restore import cut_page
 from kestrel.cache.scope import Scope
 from kestrel.engine.pool import PagePool
+from kestrel.engine.priority import BEHIND_ANSWERS, give_way
 from kestrel.errors import KestrelError, StoreError
 from kestrel.identity import Tokens
 from kestrel.store.store import Store
@@ -120,6 +121,7 @@ class Writer:
         self._thread.join()
 
     def _write_all(self) -> None:
+        give_way(BEHIND_ANSWERS)
         while True:
             item = self._queue.get()
             try:

@@ -19,6 +19,7 @@ LEAST_READ_NBYTES = 256 * 1024  # shorter reads are mostly the cost of opening f
 LEAST_SECONDS = 0.25  # where neither choice takes longer, the hit is read: nobody feels the difference
 LEAST_LOSS = 0.05  # seconds by which reading must be slower than computing before a read is given up
 TRIAL = 0.03  # of the computing time: how long a read may go on before it is judged
+GUESSED_TRIAL = 0.01  # the same while that time is a guess, which quick machines beat three times over
 KEPT = 0.5  # weight of everything measured before, when something new is
 FORGIVING = 0.97  # factor on the remembered cost of reading after each refusal, so that a recovered disk is tried again
 
@@ -37,6 +38,7 @@ class Choice:
     afterwards: float
     computing: float
     why: str
+    trial: float = TRIAL  # of `computing`: how long the read may go on before it is judged
 
     def __str__(self) -> str:
         """The decision in words."""
@@ -121,16 +123,17 @@ class Worth:
             if not number and pages:
                 with self._lock:
                     self._per_byte.soften(FORGIVING)
-        return Choice(number, len(pages), seconds[number], afterwards[number], computing, why)
+        trial = TRIAL if self._per_token.is_measured else GUESSED_TRIAL
+        return Choice(number, len(pages), seconds[number], afterwards[number], computing, why, trial)
 
     def is_too_slow(self, choice: Choice, elapsed: float, nbytes: int, num_bytes: int) -> bool:
         """Whether a read that has brought `nbytes` of `num_bytes` in `elapsed` seconds should be given up.
 
-        Judged once it has taken `TRIAL` of the time that computing would: if the rest of it, at the speed so far, and
-        what must be computed afterwards take longer than computing everything, the loss is that small share. A few
-        bytes say nothing of a disk until they have taken long.
+        Judged once it has taken `choice.trial` of the time that computing would: if the rest of it, at the speed so
+        far, and what must be computed afterwards take longer than computing everything, the loss is that small share.
+        A few bytes say nothing of a disk until they have taken long.
         """
-        if self._always or elapsed < TRIAL * choice.computing:
+        if self._always or elapsed < choice.trial * choice.computing:
             return False
         if nbytes < LEAST_READ_NBYTES and elapsed < LEAST_SECONDS:
             return False

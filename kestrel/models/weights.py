@@ -5,6 +5,7 @@ recipe. It is disposable: when it is missing, damaged or made by another version
 """
 
 import json
+import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -104,6 +105,17 @@ class Weights:
     def embed(self, ids: npt.ArrayLike) -> Floats:
         """Embedding rows float32 [len(ids), hidden], at the checkpoint's own precision."""
         return self.checkpoint.embed(ids)
+
+    def leave_memory(self) -> None:
+        """Take the mapped file out of this process's memory; the page cache keeps it, and what is read comes back.
+
+        For when others have copies: onnxruntime packs the matrices its own way.
+        """
+        base: Any = self.head.values
+        while isinstance(base, np.ndarray):
+            base = base.base
+        if isinstance(base, mmap.mmap) and not self.head.values.flags.writeable:  # a file's, not ours alone
+            base.madvise(mmap.MADV_DONTNEED)
 
     @property
     def nbytes(self) -> int:

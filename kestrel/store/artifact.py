@@ -4,6 +4,7 @@ A header is a pure function of its content, so the reader does not search a foun
 might be wrong: it takes the few facts out of it, encodes them again and demands the same bytes.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -24,7 +25,7 @@ from kestrel.store.layout import SAFETENSORS_DTYPES, KvDtype, PageLayout, Tensor
 
 ALIGNMENT = 64  # the payload starts on a cache line, so a mapped file can be read in place by vector code
 LENGTH_NBYTES = 8  # the little-endian u64 in front of the JSON
-PIECE_NBYTES = 1 << 17  # read at once while somebody watches the progress
+PIECE_NBYTES = 1 << 15  # read at once while somebody watches the progress
 MAX_HEADER_NBYTES = 1 << 20  # 2,000 int8 layers fit; what a hostile length field can make a reader allocate
 MAX_DIMENSION = 1 << 24  # largest count a header may name: bounds every size worked out from it
 
@@ -77,20 +78,27 @@ def encode_header(layout: PageLayout, header: PageHeader) -> bytes:
         "prefix_sha256": header.prefix_sha256,
     }
     # One metadata key: the safetensors library writes several in random order.
-    entries: dict[str, Any] = {"__metadata__": {"kestrel": canonical_json(facts).decode("ascii")}}
+    metadata = canonical_json({"__metadata__": {"kestrel": canonical_json(facts).decode("ascii")}})
+    text = metadata[:-1] + b"," + encode_tensors(layout, header.num_tokens)  # in sorted order "_" comes first
+    text += b" " * (-(LENGTH_NBYTES + len(text)) % ALIGNMENT)
+    if LENGTH_NBYTES + len(text) > MAX_HEADER_NBYTES:
+        raise ValueError(f"a header of {len(text)} bytes exceeds the limit of {MAX_HEADER_NBYTES}")
+    return len(text).to_bytes(LENGTH_NBYTES, "little") + text
+
+
+@functools.lru_cache(maxsize=16)
+def encode_tensors(layout: PageLayout, num_tokens: int) -> bytes:
+    """The part of the header's JSON that is the same for all pages of a shape: the tensors, and the closing brace."""
+    entries: dict[str, Any] = {}
     offset = 0
-    for spec in artifact_tensors(layout, header.num_tokens):
+    for spec in artifact_tensors(layout, num_tokens):
         entries[spec.name] = {
             "data_offsets": [offset, offset + spec.nbytes],
             "dtype": spec.dtype,
             "shape": list(spec.shape),
         }
         offset += spec.nbytes
-    text = canonical_json(entries)
-    text += b" " * (-(LENGTH_NBYTES + len(text)) % ALIGNMENT)
-    if LENGTH_NBYTES + len(text) > MAX_HEADER_NBYTES:
-        raise ValueError(f"a header of {len(text)} bytes exceeds the limit of {MAX_HEADER_NBYTES}")
-    return len(text).to_bytes(LENGTH_NBYTES, "little") + text
+    return canonical_json(entries)[1:]
 
 
 def read_header(fd: int, layout: PageLayout | None) -> ArtifactHead:
@@ -119,8 +127,8 @@ def read_header(fd: int, layout: PageLayout | None) -> ArtifactHead:
     found_layout = parse_layout(entries, header)
     if layout is not None and found_layout != layout:
         raise ArtifactError(f"expected pages of {layout}, found {found_layout}")
-    check_entries(entries, found_layout, header)
     if encode_header(found_layout, header) != length_bytes + text:
+        check_entries(entries, found_layout, header)  # says which tensor is another one
         raise ArtifactError("header is not canonical JSON padded to a multiple of 64 bytes")
 
     tokens_start = payload_start + found_layout.page_nbytes(header.num_tokens)
@@ -268,8 +276,8 @@ def check_chain(header: PageHeader, tokens: Tokens) -> None:
 class OpenPage:
     """An artifact open for reading; a context manager that closes the file.
 
-    The open file keeps working when the page is evicted meanwhile, by whichever process. Not for two threads
-    at once.
+    The open file keeps working when the page is evicted meanwhile, by whichever process. Several threads may
+    read layers of it at once; close it when none does.
     """
 
     def __init__(self, fd: int, path: Path, layout: PageLayout | None) -> None:

@@ -170,6 +170,18 @@ def test_a_damaged_page_shortens_the_hit_and_nothing_else(boot: Boot, damage: ob
     assert bits == cold and stats.computed_tokens == 1
 
 
+def test_of_two_damaged_pages_the_first_one_ends_the_hit_though_its_damage_is_met_last(boot: Boot) -> None:
+    cold, _ = logits_bits(boot(), PROMPT)
+    files = artifacts(boot())
+    flip_late_layer(files[1])
+    content = bytearray(files[2].read_bytes())
+    content[-len(content) // 2 - len(content) // 4] ^= 4  # in the first layer
+    files[2].write_bytes(content)
+    bits, stats = logits_bits(boot(), PROMPT)
+    assert bits == cold
+    assert stats.restored_tokens == 128
+
+
 def test_damage_met_while_running_is_quarantined_with_one_log_line(
     boot: Boot, caplog: pytest.LogCaptureFixture
 ) -> None:

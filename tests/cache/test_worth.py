@@ -115,6 +115,17 @@ def test_a_read_is_given_up_after_a_small_share_of_the_computing_time_if_it_lags
     assert not worth.is_too_slow(choice, trial * 1.1, total // 10, total)
 
 
+def test_while_the_computing_time_is_a_guess_a_read_is_judged_sooner() -> None:
+    guessing = Worth(1e8, 1e4, threads=1, chunk_tokens=512)
+    choice = guessing.choose(pages_of(32), 0, 32 * PAGE + 31)
+    early = TRIAL / 2 * choice.computing
+    assert choice.num_pages == 32
+    assert guessing.is_too_slow(choice, early, 300_000, 32 * PAGE_NBYTES)
+    guessing.note_step(512, 512 * 256, 512 * 1e8 / 25e9, 512 * 256 * 1e4 / 25e9)  # it was right
+    choice = guessing.choose(pages_of(32), 0, 32 * PAGE + 31)
+    assert not guessing.is_too_slow(choice, early, 300_000, 32 * PAGE_NBYTES)
+
+
 def test_a_read_in_part_is_given_up_when_it_would_end_later_than_computing() -> None:
     worth = learned(1000, 3e6)
     choice = worth.choose(pages_of(32), 0, 32 * PAGE)

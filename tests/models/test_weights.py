@@ -364,3 +364,24 @@ def test_conversion_asks_for_a_few_rows_at_a_time(
         watched = Watched(adapted)
         load_weights(watched, recipe, tmp_path, log=quiet)  # type: ignore[arg-type]
         assert 0 < watched.most_numbers <= 1000
+
+
+def resident_kilobytes(folder: Path) -> int:
+    """What this process has in memory of the mapped files of a folder."""
+    nbytes, is_inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:  # a new mapping
+            is_inside = str(folder) in line
+        elif is_inside and line.startswith("Rss:"):
+            nbytes += int(line.split()[1])
+    return nbytes
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_that_left_memory_take_none_and_come_back_as_they_were(recipe: str, tmp_path: Path) -> None:
+    weights = load_weights(open_checkpoint(TINY / "qwen2"), recipe, tmp_path, log=quiet)
+    before = [array.copy() for array in arrays_of(weights)]
+    assert resident_kilobytes(tmp_path) > 0
+    weights.leave_memory()
+    assert resident_kilobytes(tmp_path) == 0
+    assert all((now == then).all() for now, then in zip(arrays_of(weights), before, strict=True))
