@@ -9,16 +9,19 @@ import numpy as np
 from kestrel.cache.scope import Scope
 from kestrel.cache.sequence import CachedSequence, PrefixCache
 from kestrel.engine.layers import Floats
-from kestrel.engine.sampling import Sampler, Sampling, TokenLogprob
+from kestrel.engine.sampling import Sampler, Sampling, TokenLogprob, logprob_of
 from kestrel.engine.speculation import Drafter
 from kestrel.errors import ModelError, RequestError
 from kestrel.models.tokenizer import Tokenizer
+from kestrel.sharing.ondemand import Fetch
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate. `stop`: texts that end the answer and are not part of it. max_tokens is at least 1.
+    """What to generate. `stop`: texts that end the answer and are not part of it. max_tokens 0: nothing.
 
+    prompt_logprobs: report the log probability of each token of the prompt but the first, with `sampling.logprobs`
+    alternatives; all of the prompt is computed then, whatever is stored.
     scope: whose stored prefixes it finds and adds to, None for the common ones. persist: whether its own pages
     are saved; pin: whether they are kept from being evicted; ttl_seconds: they leave when unused for so long.
     """
@@ -28,6 +31,7 @@ class Request:
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    prompt_logprobs: bool = False
     scope: Scope | None = None
     persist: bool = True
     pin: bool = False
@@ -38,12 +42,14 @@ class Request:
 class Delta:
     """A piece of the answer: text that is final, and the tokens sampled since the last piece.
 
-    Text may lag behind tokens: a half character or what may become a stop text is held back.
+    Text may lag behind tokens: a half character or what may become a stop text is held back. prompt_logprobs: of the
+    prompt's next tokens, the first time from its second token on; they come before any text.
     """
 
     text: str
     tokens: list[int]
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,9 @@ class Stats:
     """What happened to one request. Times in milliseconds from the moment the engine took it.
 
     prompt = restored (read from disk) + ram (already in memory) + computed; cached = restored + ram.
-    prefill: computing alone, without lookup and without waiting for the disk. ttft: until the first token was
-    chosen. bytes_written: pages of this request on disk so far; the writer may still be busy.
+    prefill: computing alone, without lookup and without waiting for the disk; matmul, attention and head are its
+    parts, but for a little bookkeeping. wait: for the disk, in the steps of the prompt. ttft: until the first token
+    was chosen. bytes_written: pages of this request on disk so far; the writer may still be busy.
     """
 
     prompt_tokens: int = 0
@@ -63,6 +70,11 @@ class Stats:
     computed_tokens: int = 0
     prefill_ms: float = 0.0
     find_ms: float = 0.0
+    open_ms: float = 0.0
+    wait_ms: float = 0.0
+    matmul_ms: float = 0.0
+    attention_ms: float = 0.0
+    head_ms: float = 0.0
     restore_ms: float = 0.0
     ttft_ms: float = 0.0
     wall_ms: float = 0.0
@@ -108,10 +120,14 @@ class Generation:
         room: int,
         log: Callable[[str], None],
         speculate: int = 0,
+        fetch: Fetch | None = None,
     ):
-        """room: most tokens that can be generated. speculate: longest draft. RequestError, CapacityError."""
-        if request.max_tokens < 1:
-            raise RequestError(f"max_tokens must be at least 1, found {request.max_tokens}")
+        """room: most tokens that can be generated. speculate: longest draft. fetch: of the prompt, if it is begun.
+
+        RequestError, CapacityError.
+        """
+        if request.max_tokens < 0:
+            raise RequestError(f"max_tokens must be at least 0, found {request.max_tokens}")
         self.request = request
         self._started = time.perf_counter()
         self._first_token: float | None = None
@@ -123,10 +139,17 @@ class Generation:
         self._room = min(request.max_tokens, room)
         self._page_tokens = cache.engine.pool.page_tokens
         self._completion_tokens = 0
+        self._num_scored = 0  # tokens of the prompt behind which the next one's log probability was taken
         self._finish_reason: str | None = None
         self._failure: Exception | None = None
         self.sequence: CachedSequence = cache.open(
-            request.tokens, request.scope, request.persist, request.pin, request.ttl_seconds
+            request.tokens,
+            request.scope,
+            request.persist,
+            request.pin,
+            request.ttl_seconds,
+            request.prompt_logprobs,
+            fetch,
         )
         self._events: list[Delta | Finished] = []
 
@@ -138,7 +161,7 @@ class Generation:
     @property
     def num_pages_to_come(self) -> int:
         """Pool pages it will take on top of those it holds, if its answer gets as long as it may."""
-        longest = len(self.request.tokens) + self._room - 1  # the last token is never computed
+        longest = len(self.request.tokens) + max(0, self._room - 1)  # the last token is never computed
         return max(0, -(-longest // self._page_tokens) - self.sequence.num_pages)
 
     @property
@@ -152,15 +175,19 @@ class Generation:
         One token is chosen from the first row; each drafted token that equals the one just chosen makes the next
         row count too. So the answer is the same with and without drafts, to the bit.
         """
-        if logits is None:
+        if logits is not None and self.request.prompt_logprobs:
+            logits = self._score(logits)
+        if logits is None or not len(logits):
             return
         if self._first_token is None:
             self._log(_prefill_line(self.sequence))
+        if not self._room:
+            self._finish_reason = "length"
+            return
         draft = self.sequence.take_guess()
         confirmed = 0
         for row in logits:
-            if not np.isfinite(row.max()):  # NaN wins every comparison
-                self._disown()
+            self._check_scores(row)
             token, logprob = self._sampler.pick(row, self.sequence.tokens)
             self._first_token = self._first_token or time.perf_counter()
             self._completion_tokens += 1
@@ -178,7 +205,22 @@ class Generation:
             room = self._room - self._completion_tokens - 1  # a draft never reaches past the last token
             self.sequence.guess(self._drafter.propose(self.sequence.tokens, room))
 
-    def _disown(self) -> None:
+    def _score(self, logits: Floats) -> Floats:
+        """Report the prompt's log probabilities as far as these logits tell them; returns those that are left."""
+        prompt, count = self.request.tokens, self.request.sampling.logprobs or 0
+        rows = logits[: len(prompt) - 1 - self._num_scored]
+        scored = []
+        for row in rows:
+            self._check_scores(row)
+            self._num_scored += 1
+            scored.append(logprob_of(row, prompt[self._num_scored], count))
+        if scored:
+            self._events.append(Delta("", [], prompt_logprobs=scored))
+        return logits[len(rows) :]
+
+    def _check_scores(self, row: Floats) -> None:
+        if np.isfinite(row.max()):  # NaN wins every comparison
+            return
         reason = "the scores of the next token are not numbers"
         self.sequence.disown(reason)
         raise ModelError(
@@ -216,8 +258,13 @@ class Generation:
             for name, value in vars(self.sequence.stats).items()
             if name not in ("seconds", "total_ms")
         }
+        spent = self.sequence.stats.seconds
         return Stats(
             **prefill,
+            wait_ms=spent.waiting * 1e3,
+            matmul_ms=spent.graphs * 1e3,
+            attention_ms=spent.attention * 1e3,
+            head_ms=spent.head * 1e3,
             completion_tokens=self._completion_tokens,
             ttft_ms=((self._first_token or now) - self._started) * 1e3,
             wall_ms=(now - self._started) * 1e3,

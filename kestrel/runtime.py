@@ -19,7 +19,7 @@ from kestrel.models.chat import ChatTemplate, load_chat_template
 from kestrel.models.fetch import resolve_model
 from kestrel.models.tokenizer import Tokenizer
 from kestrel.models.weights import Weights, load_weights
-from kestrel.sharing.ondemand import OnDemand
+from kestrel.sharing.ondemand import Fetch, OnDemand
 from kestrel.sharing.related import RelatedNamespaces
 from kestrel.sharing.repository import find_repository
 from kestrel.store.layout import KvDtype
@@ -39,6 +39,8 @@ __all__ = [
 ]
 
 Log = Callable[[str], None]
+
+SCORED_NBYTES = 64 << 20  # largest logits of a step's prompt rows, where those of every row are wanted
 
 
 def log_to_stderr(line: str) -> None:
@@ -75,6 +77,7 @@ class Runtime:
             threads=config.engine.threads,
             context_tokens=self.context_tokens,
         )
+        weights.leave_memory()
         if not self.engine.numerics.exact:
             log(
                 "kestrel: NOT EXACT on this CPU: a row's result depends on the rows beside it, so a restored answer "
@@ -182,25 +185,36 @@ class Runtime:
         """The longest stored prefix of a prompt, without using it."""
         return self.cache.find(as_tokens(tokens), scope)
 
-    def prefill(self, tokens: list[int]) -> Stats:
+    def prefill(self, tokens: list[int], fetch: Fetch | None = None) -> Stats:
         """Restore or compute a prefix, and save it; nothing is generated."""
-        generation = self.start(Request(tokens, 1))
+        generation = self.start(Request(tokens, 1), fetch)
         try:
             generation.sequence.prefill()
         finally:
             generation.close()
         return generation.stats()
 
-    def start(self, request: Request) -> Generation:
+    def fetch(self, request: Request) -> Fetch:
+        """Begin to pull published pages that the prompt goes on along. Raises as `check`."""
+        self.check(request.tokens, request.max_tokens)
+        if request.prompt_logprobs:
+            return Fetch(iter(()))
+        return self.cache.fetch(as_tokens(request.tokens), request.scope)
+
+    def start(self, request: Request, fetch: Fetch | None = None) -> Generation:
         """Begin to answer: match the prompt and start reading what is on disk. Close the generation in any case.
 
-        PromptTooLong, RequestError or CapacityError.
+        fetch: what `fetch` began for it; waits until that is over, without it for one of its own. PromptTooLong,
+        RequestError or CapacityError.
         """
         self.check(request.tokens, request.max_tokens)
         room = self.context_tokens - len(request.tokens)
-        return Generation(request, self.cache, self.tokenizer, room, self._log, self.config.engine.speculate)
+        speculate = self.config.engine.speculate
+        return Generation(request, self.cache, self.tokenizer, room, self._log, speculate, fetch)
 
-    def admit(self, request: Request, running: Sequence[Generation]) -> Generation | None:
+    def admit(
+        self, request: Request, running: Sequence[Generation], fetch: Fetch | None = None
+    ) -> Generation | None:
         """Start a request if the pool can hold it to its end beside those that run; else None, try again later.
 
         So no generation ever runs out of pages: those it may still need are counted as taken, and pages that
@@ -209,14 +223,17 @@ class Runtime:
         self.check(request.tokens, request.max_tokens)
         pool = self.engine.pool
         promised = sum(generation.num_pages_to_come for generation in running)
-        tokens = as_tokens(request.tokens)
-        in_ram = self.cache.find_in_ram(tokens, self.cache.course(tokens, request.scope))
-        num_held = sum(rows == pool.page_tokens and pool.references(page.page) > 0 for page, rows in in_ram)
+        num_held = 0
+        if not request.prompt_logprobs:  # else it shares no page
+            tokens = as_tokens(request.tokens)
+            in_ram = self.cache.find_in_ram(tokens, self.cache.course(tokens, request.scope))
+            full = [page.page for page, rows in in_ram if rows == pool.page_tokens]
+            num_held = sum(pool.references(page) > 0 for page in full)
         num_needed = self._num_pages(request.tokens, request.max_tokens)
         if num_needed - num_held > pool.num_available - promised:
             return None
         try:
-            generation = self.start(request)
+            generation = self.start(request, fetch)
         except CapacityError:
             return None
         if generation.num_pages_to_come > pool.num_available - promised:
@@ -228,14 +245,19 @@ class Runtime:
         """One engine step for all these unfinished generations together.
 
         Each that decodes gets its row; what is left of `engine.chunk_tokens` (at most `prompt_rows`) goes to
-        prompts, first come first served. A generation whose own part fails (sampling, decoding) is finished,
+        prompts, first come first served; of prompts whose log probabilities are wanted fewer rows, so that their
+        logits take no more than SCORED_NBYTES. A generation whose own part fails (sampling, decoding) is finished,
         `take` raises its error and the others go on. CapacityError when the pool has no room.
         """
         budget = self.engine.chunk_tokens
         prompt_budget = budget if prompt_rows is None else prompt_rows
+        scored_budget = max(1, SCORED_NBYTES // (4 * self.engine.geometry.vocab_size))
         work: list[tuple[Generation, int]] = []
         for generation in sorted(generations, key=lambda g: g.is_prefilling):  # decoding ones first, stable
             limit = min(budget, prompt_budget) if generation.is_prefilling else budget
+            is_scoring = generation.sequence.is_scoring
+            if is_scoring:
+                limit = min(limit, scored_budget)
             rows = min(limit, generation.sequence.num_pending)
             if rows + generation.sequence.num_guessed > budget:
                 generation.sequence.take_guess()
@@ -243,6 +265,7 @@ class Runtime:
                 work.append((generation, rows))
                 budget -= rows + generation.sequence.num_guessed
                 prompt_budget -= rows if generation.is_prefilling else 0
+                scored_budget -= rows if is_scoring else 0
         results = self.cache.step([(generation.sequence, rows) for generation, rows in work])
         for (generation, _), logits in zip(work, results, strict=True):
             try:
@@ -252,7 +275,8 @@ class Runtime:
 
     def _num_pages(self, tokens: list[int], max_tokens: int) -> int:
         """Pool pages of a prompt and its answer, if that gets as long as it may."""
-        longest = min(len(tokens) + max_tokens, self.context_tokens) - 1  # the last token is never computed
+        # The last token of an answer is never computed.
+        longest = min(len(tokens) + max(1, max_tokens), self.context_tokens) - 1
         return -(-longest // self.engine.pool.page_tokens)
 
     def generate(

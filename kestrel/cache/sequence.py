@@ -6,10 +6,12 @@ and save each page when its last token is computed; on close, save the last part
 """
 
 import hashlib
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 
 from kestrel.cache.restore import DamagedRestore, Restore
 from kestrel.cache.save import Keeping, PageSave, RequestEnd, SaveReport, Writer
@@ -19,8 +21,8 @@ from kestrel.engine.engine import Engine, Span, StepSeconds
 from kestrel.engine.layers import Floats
 from kestrel.engine.pool import CachedPage
 from kestrel.errors import ArtifactError, CapacityError, RequestError, StoreError
-from kestrel.identity import Namespace, Tokens, as_tokens, page_key
-from kestrel.sharing.ondemand import OnDemand
+from kestrel.identity import Tokens, as_tokens, page_key, prefix_sha256
+from kestrel.sharing.ondemand import Fetch, OnDemand, Pulling
 from kestrel.sharing.related import RelatedNamespace, RelatedNamespaces
 from kestrel.store.match import Match, PageRef, Start
 from kestrel.store.store import OpenPage, Store
@@ -37,7 +39,8 @@ class PrefillStats:
     computed_tokens: int = 0
     prefill_ms: float = 0.0  # computing alone: without lookup and without waiting for the disk
     total_ms: float = 0.0  # from the request to the last prompt token computed
-    find_ms: float = 0.0
+    find_ms: float = 0.0  # looking up, in memory and in the store
+    open_ms: float = 0.0  # opening what was found, up to where reading has begun
     restore_ms: float = 0.0  # from the first read to the last, overlapping with the tail
     bytes_read: int = 0
     skipped_tokens: int = 0  # on disk, but not read: computing them is quicker
@@ -97,6 +100,7 @@ class PrefixCache:
             chunk_tokens=engine.chunk_tokens,
             always=policy.loads_always,
         )
+        self.running = RunningSequences()
         self._store_failing = False
         self.uses_are_lost = False  # which was said
 
@@ -159,6 +163,33 @@ class PrefixCache:
         except StoreError as error:
             return Match((), 0, f"the store cannot be read: {error}", None)
 
+    def fetch(self, tokens: Tokens, scope: Scope | None = None) -> Fetch:
+        """Begin to pull the published pages that a prompt goes on along, as far as they are not here."""
+        return Fetch(self._pullings(tokens, self.course(tokens, scope)))
+
+    def _pullings(self, tokens: Tokens, course: Course) -> Iterator[Pulling]:
+        """The pulls for a prompt: common pages, then, where they are accepted, longer ones with other numerics."""
+        published = self.published
+        if published is None:
+            return
+        is_common = course.own is self.common
+
+        def num_known() -> int:
+            in_ram = sum(rows for _, rows in self.find_in_ram(tokens, course))
+            return max(in_ram, self.find(tokens, course.own).num_tokens)
+
+        shared = tokens if is_common else tokens[: course.num_shared]
+        if (pulling := published.begin(self.common.namespace, shared, num_known)) is not None:
+            yield pulling
+        if not is_common or not self.policy.accepts_foreign:
+            return
+        most = num_known() + self.policy.min_match - 1
+        for related in self.find_related():
+            most = max(most, self.find_abroad(tokens, related).num_tokens)
+            if (pulling := published.begin(related.namespace, tokens, partial(int, most))) is not None:
+                yield pulling
+                most = max(most, self.find_abroad(tokens, related).num_tokens)
+
     def find_in_ram(self, tokens: Tokens, course: Course) -> list[tuple[CachedPage, int]]:
         """Longest prefix of a prompt that is in memory, as `PagePool.find` has it; without its last token."""
         pool, wanted = self.engine.pool, tokens[:-1]
@@ -191,20 +222,25 @@ class PrefixCache:
         persist: bool = True,
         pin: bool = False,
         ttl_seconds: float | None = None,
+        scored: bool = False,
+        fetch: Fetch | None = None,
     ) -> "CachedSequence":
         """Begin a request on a prompt of at least one token: match it and start reading what is on disk.
 
         scope: whose pages it finds and adds, None for the common ones. persist: whether what it computes is
         saved; if not, it stays in memory only. pin: keep what is saved from being evicted. ttl_seconds: what it
-        saves leaves when it is unused for so long.
+        saves leaves when it is unused for so long. scored: the logits after every token of the prompt are wanted, so
+        all of it is computed, whatever is stored. fetch: of this prompt; without it one is made and waited for.
         """
-        return CachedSequence(self, as_tokens(tokens), scope, Keeping(persist, pin, ttl_seconds))
+        keeping = Keeping(persist, pin, ttl_seconds)
+        return CachedSequence(self, as_tokens(tokens), scope, keeping, scored, fetch)
 
     def step(self, work: Sequence[tuple["CachedSequence", int]]) -> list[Floats | None]:
         """Compute up to so many pending tokens of each sequence, and its draft, in one engine step.
 
         Returns for each the logits after its last pending token and after each drafted one, float32
-        [1 + drafted, vocab_size], or None while tokens are still pending. The numbers must be positive and,
+        [1 + drafted, vocab_size], or None while tokens are still pending; while a scored prompt is computed, those
+        after each of the tokens computed, [tokens, vocab_size]. The numbers must be positive and,
         drafts included, sum to at most `engine.chunk_tokens`. CapacityError when the pool has no room;
         nothing is lost then.
         """
@@ -228,11 +264,13 @@ class PrefixCache:
         rows = [(len(span.tokens), span.start) for span in spans]
         num_keys = sum(count * start + count * (count + 1) // 2 for count, start in rows)
         num_rows = sum(count for count, _ in rows)
-        self.worth.note_step(num_rows, num_keys, computing - spent.attention, spent.attention)
+        # So many logits as a scored prompt takes are not what prompts usually cost.
+        if not any(sequence.is_scoring for sequence, _ in work):
+            self.worth.note_step(num_rows, num_keys, computing - spent.attention, spent.attention)
         results: list[Floats | None] = []
         row = 0
         for (sequence, _), span in zip(work, spans, strict=True):
-            num_drafted = max(0, span.num_logits - 1)
+            num_drafted = max(0, span.start + len(span.tokens) - len(sequence.tokens))
             sequence.advance(len(span.tokens) - num_drafted, spent, computing)
             results.append(logits[row : row + span.num_logits] if span.num_logits else None)
             row += span.num_logits
@@ -251,13 +289,44 @@ class PrefixCache:
         return wait
 
 
+class RunningSequences:
+    """The sequences that are open now. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sequences: list[CachedSequence] = []
+
+    def add(self, sequence: "CachedSequence") -> None:
+        """A sequence begins."""
+        with self._lock:
+            self._sequences.append(sequence)
+
+    def discard(self, sequence: "CachedSequence") -> None:
+        """A sequence has ended."""
+        with self._lock:
+            self._sequences = [other for other in self._sequences if other is not sequence]
+
+    def all(self) -> list["CachedSequence"]:
+        """Those open at this moment."""
+        with self._lock:
+            return list(self._sequences)
+
+
 class CachedSequence:
     """The KV of one request: its tokens, its pages, and how far they are computed. Always `close` it.
 
     Steps go through `PrefixCache.step`; `prefill` and `append` are steps of this sequence alone.
     """
 
-    def __init__(self, cache: PrefixCache, tokens: Tokens, scope: Scope | None, keeping: Keeping):
+    def __init__(
+        self,
+        cache: PrefixCache,
+        tokens: Tokens,
+        scope: Scope | None,
+        keeping: Keeping,
+        scored: bool = False,
+        fetch: Fetch | None = None,
+    ):
         if not len(tokens):
             raise RequestError("a prompt needs at least one token")
         self._cache = cache
@@ -268,6 +337,7 @@ class CachedSequence:
         self._prompt = tokens
         self._course = cache.course(tokens, scope)
         self._keeping = keeping
+        self._scored = scored
         self.last_key: bytes | None = None  # of the page that the prefix ends with; known when closed
         self._table: list[int] = []
         self._computed = 0  # tokens whose K and V are in the pages
@@ -277,13 +347,21 @@ class CachedSequence:
         self._stored: set[bytes] = set()  # keys known to be in the store already
         self.restore: Restore | None = None  # under way
         self._restored: list[PageRef] = []
+        self._used: list[bytes] = []  # keys of the stored pages that matched
         self._guards = ExitStack()
         self._closed = False
-        self._is_disowned = False
+        self._naming = threading.Lock()  # held while what is computed gets a name, in memory or for the store
+        self._has_shared_rest = False  # looked at what the shared prefix has behind its last full page
+        self._is_forgotten = False  # nothing it computes gets a name any more
         self._taken: list[bytes] = []  # keys of the pages that were in memory
         self._started = time.perf_counter()
+        cache.running.add(self)
         try:
-            self._match()
+            if scored:
+                self.stats.miss_reason = "the logits of every prompt token are wanted, so all are computed"
+            else:
+                self._fetch(fetch or cache.fetch(tokens, scope))
+                self._match()
         except BaseException:
             self.close()
             raise
@@ -307,6 +385,11 @@ class CachedSequence:
     def num_pending(self) -> int:
         """Tokens that are known but not computed yet."""
         return len(self.tokens) - self._computed
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether the next step is to return the logits after each token it computes."""
+        return self._scored and self._computed < len(self._prompt)
 
     @property
     def num_guessed(self) -> int:
@@ -353,7 +436,8 @@ class CachedSequence:
     def span(self, rows: int) -> Span:
         """The next `rows` pending tokens (fewer if fewer are pending) for a step, with pages to put them in.
 
-        With the last pending token goes the draft, and the logits of it and of each guess are wanted.
+        With the last pending token goes the draft, and the logits of it and of each guess are wanted; of a scored
+        prompt, those of every token.
         """
         rows = min(rows, self.num_pending)
         end = self._computed + rows
@@ -362,7 +446,8 @@ class CachedSequence:
         while len(self._table) * self._pool.page_tokens < end + len(draft):
             self._table.append(self._cache.allocate())
         tokens = as_tokens([*self.tokens[self._computed : end], *draft])
-        return Span(tokens, self._computed, self._table, 1 + len(draft) if complete else 0)
+        num_logits = len(tokens) if self.is_scoring else 1 + len(draft) if complete else 0
+        return Span(tokens, self._computed, self._table, num_logits)
 
     def advance(self, rows: int, spent: StepSeconds, computing: float) -> None:
         """Note that a step has computed the next `rows` tokens; what it spent, and the seconds it computed."""
@@ -389,10 +474,43 @@ class CachedSequence:
         try:
             self.settle()
             self._save_rest()
+            self._note_uses()
         finally:
             for page in reversed(self._table):  # leaves become the oldest in the RAM cache
                 self._pool.release(page)
             self._table = []
+            with self._naming:
+                self._guards.close()
+            self._cache.running.discard(self)
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Of the full pages it has computed or taken, in order."""
+        return list(self._keys)
+
+    def find_page(self, key: bytes) -> tuple[bytes, list[bytes]] | None:
+        """Where its tokens pass through the page of this key; None if they do not. May be called from any thread.
+
+        Returns what the page names as its parent, and the keys of the page and of all longer ones in its place.
+        """
+        size, tokens = self._pool.page_tokens, as_tokens(list(self.tokens))
+        keys: list[bytes] = []
+        for first in range(0, len(tokens), size):
+            page = tokens[first : first + size]
+            parent = self._course.parent_of(len(keys), keys)
+            found = [page_key(parent, page[:rows]) for rows in range(1, len(page) + 1)]
+            if key in found:
+                return parent, found[found.index(key) :]
+            keys.append(found[-1])
+        return None
+
+    def forget(self) -> None:
+        """From now on nobody finds what it computes, in memory or on disk. May be called from any thread.
+
+        What got a name before keeps it; the store may remove the pages it has found there.
+        """
+        with self._naming:
+            self._is_forgotten = True
             self._guards.close()
 
     def disown(self, reason: str) -> None:
@@ -402,7 +520,7 @@ class CachedSequence:
         Nothing more of this sequence is saved.
         """
         self.settle()
-        self._is_disowned = True
+        self.forget()
         size, cache = self._pool.page_tokens, self._cache
         rest = as_tokens(self.tokens[len(self._keys) * size : self._computed])
         parent = self._course.parent_of(len(self._keys), self._keys)
@@ -423,6 +541,14 @@ class CachedSequence:
 
     # -- matching -----------------------------------------------------------------------------------
 
+    def _fetch(self, fetch: Fetch) -> None:
+        """Wait until the published pages of the prompt are here, or late."""
+        fetch.wait()
+        self.stats.pulled_tokens = fetch.num_tokens
+        self.stats.pulled_bytes = fetch.nbytes
+        self.stats.pull_ms = fetch.seconds * 1e3
+        self.stats.pull_problem = fetch.problem
+
     def _match(self) -> None:
         """Take pages from memory and start reading further ones from the store."""
         started = time.perf_counter()
@@ -431,7 +557,6 @@ class CachedSequence:
         in_ram = cache.find_in_ram(self._prompt, self._course)
         num_in_ram = sum(rows for _, rows in in_ram)
         self.stats.find_ms = (time.perf_counter() - started) * 1e3
-        match = self._pull_published(match, num_in_ram)
         match = self._look_abroad(match, num_in_ram)
         if self.stats.foreign is not None:
             num_in_ram, in_ram = 0, []
@@ -461,26 +586,27 @@ class CachedSequence:
             )
         self.stats.diverged_at = match.diverged_at
         if cache.store is not None and match.pages:
-            try:
-                keys = [ref.key for ref in match.pages]
-                # A partial page needs no protection: it is open already, and its successor may replace it any time.
-                ancestors = [ref.key for ref in match.pages if ref.num_tokens >= self._pool.page_tokens]
-                self._guards.enter_context(cache.store.protect(ancestors))
-                cache.store.touch(keys)
-                cache.uses_are_lost = False
-            except StoreError as error:
-                if not cache.uses_are_lost:
-                    cache.log(f"[KV-DISK] uses are not recorded until the store works again: {error}")
-                cache.uses_are_lost = True
+            self._used = [ref.key for ref in match.pages]
+            # A partial page needs no protection: it is open already, and its successor may replace it any time.
+            ancestors = [ref.key for ref in match.pages if ref.num_tokens >= self._pool.page_tokens]
+            with self._naming:
+                if not self._is_forgotten:
+                    self._guards.enter_context(cache.store.protect(ancestors))
+        self.stats.open_ms = (time.perf_counter() - started) * 1e3 - self.stats.find_ms
 
-    def _pull_published(self, match: Match, num_in_ram: int) -> Match:
-        """The match after the published pages that continue it were fetched, as far as they came in time."""
-        cache = self._cache
-        is_common = self._course.own is cache.common
-        tokens = self._prompt if is_common else self._prompt[: self._course.num_shared]
-        if self._pull(cache.common.namespace, tokens, max(match.num_tokens, num_in_ram)):
-            return cache.find(self._prompt, self._course.own)
-        return match
+    def _note_uses(self) -> None:
+        """Record that the matched pages were of use: at the end, where no first token waits for the catalog."""
+        cache, used = self._cache, self._used
+        self._used = []
+        if cache.store is None or not used:
+            return
+        try:
+            cache.store.touch(used)
+            cache.uses_are_lost = False
+        except StoreError as error:
+            if not cache.uses_are_lost:
+                cache.log(f"[KV-DISK] uses are not recorded until the store works again: {error}")
+            cache.uses_are_lost = True
 
     def _look_abroad(self, match: Match, num_in_ram: int) -> Match:
         """A longer match among pages of the same model with other numerics, or `match` with a word about it.
@@ -495,10 +621,7 @@ class CachedSequence:
         for related in cache.find_related():
             found = cache.find_abroad(self._prompt, related)
             num_tokens = found.num_tokens
-            if accepts and self._pull(related.namespace, self._prompt, max(num_tokens, most)):
-                found = cache.find_abroad(self._prompt, related)
-                num_tokens = found.num_tokens
-            elif not accepts and cache.published is not None:
+            if not accepts and cache.published is not None:
                 num_tokens = max(num_tokens, cache.published.num_covered(related.namespace, self._prompt))
             if num_tokens > most:
                 best, most, origin = found, num_tokens, f"{related.origin} ({related.namespace.name})"
@@ -509,18 +632,6 @@ class CachedSequence:
             return best
         reason = f"{match.reason}; {most} tokens are stored with other numerics: {origin}"
         return replace(match, reason=f"{reason}; cache.accept=portable reads them")
-
-    def _pull(self, namespace: Namespace, tokens: Tokens, num_known: int) -> bool:
-        """Fetch published pages that continue the first `num_known` tokens; True if any may have come."""
-        published = self._cache.published
-        pull = published.extend(namespace, tokens, num_known) if published is not None else None
-        if pull is None:
-            return False
-        self.stats.pulled_tokens += pull.num_tokens
-        self.stats.pulled_bytes += pull.nbytes
-        self.stats.pull_ms += pull.seconds * 1e3
-        self.stats.pull_problem = pull.problem
-        return True
 
     def _take_from_ram(self, found: list[tuple[CachedPage, int]]) -> None:
         for cached, rows in found:
@@ -642,6 +753,7 @@ class CachedSequence:
         """Name all full pages that have no name yet."""
         while (len(self._keys) + 1) * self._pool.page_tokens <= self._computed:
             self._end_page(save=True)
+        self._share_rest()
 
     def _end_page(self, save: bool) -> None:
         """Name the next full page: remember it in the pool and queue it for the store."""
@@ -652,35 +764,69 @@ class CachedSequence:
         key = page_key(parent, tokens)
         self._keys.append(key)
         self._hash.update(tokens.tobytes())
-        if self.stats.foreign is not None:
+        with self._naming:
+            if self._is_nameless:
+                return
+            self._pool.remember(self._table[index], parent, tokens)
+            if save and key not in self._stored:
+                scope, digest = self._course.scope_of(index), self._hash.hexdigest()
+                self._save(self._table[index], scope, key, parent, index * size, tokens, digest)
+
+    def _share_rest(self) -> None:
+        """Save what a shared prefix has behind its last full page for all scopes, if that had to be computed."""
+        course, size = self._course, self._pool.page_tokens
+        index, end = course.num_common_pages, course.num_shared
+        if self._has_shared_rest or not index * size < end <= self._computed:
             return
-        self._pool.remember(self._table[index], parent, tokens)
-        if save and key not in self._stored:
-            self._save(self._table[index], key, parent, index * size, tokens, self._hash.hexdigest())
+        self._has_shared_rest = True
+        if self.stats.matched_tokens >= end or end < self._cache.policy.min_match:
+            return
+        rest = self._prompt[index * size : end]
+        parent = self._keys[index - 1] if index else course.common.namespace.digest
+        digest = prefix_sha256(self._prompt[:end])
+        with self._naming:
+            if not self._is_nameless:
+                key = page_key(parent, rest)
+                self._save(self._table[index], course.common, key, parent, index * size, rest, digest)
+
+    @property
+    def _is_nameless(self) -> bool:
+        """Whether what it computes is not to be found by others."""
+        return self._is_forgotten or self.stats.foreign is not None
 
     def _remember_rest(self) -> None:
         """Let others find the rows of the last, partial page; this sequence goes on writing behind them."""
         size = self._pool.page_tokens
         index = len(self._keys)
         rest = as_tokens(self.tokens[index * size : self._computed])
-        if len(rest) and self.stats.foreign is None:
-            self._pool.remember(self._table[index], self._course.parent_of(index, self._keys), rest)
+        with self._naming:
+            if len(rest) and not self._is_nameless:
+                self._pool.remember(self._table[index], self._course.parent_of(index, self._keys), rest)
 
     def _save(
-        self, page: int, key: bytes, parent: bytes, first: int, tokens: Tokens, prefix_sha256: str
+        self,
+        page: int,
+        scope: Scope,
+        key: bytes,
+        parent: bytes,
+        first: int,
+        tokens: Tokens,
+        digest: str,
     ) -> None:
         limit = self._cache.policy.max_prefix_tokens
         writer = self._cache.writer
         if writer is None or not self._keeping.persist or (limit is not None and first + len(tokens) > limit):
             return
-        scope = self._course.scope_of(first // self._pool.page_tokens)
-        if writer.submit(PageSave(page, scope, key, parent, first, tokens, prefix_sha256, self.saves)):
+        if writer.submit(PageSave(page, scope, key, parent, first, tokens, digest, self.saves)):
             self._stored.add(key)
 
     def _save_rest(self) -> None:
         """The last, partial page: remembered and saved under a key of its own."""
-        if self.stats.foreign is not None or self._is_disowned:
-            return
+        with self._naming:
+            if not self._is_nameless:
+                self._name_rest()
+
+    def _name_rest(self) -> None:
         size = self._pool.page_tokens
         index = len(self._keys)
         rest = as_tokens(self.tokens[index * size : self._computed])
@@ -691,7 +837,8 @@ class CachedSequence:
             self._pool.remember(self._table[index], parent, rest)
             if key not in self._stored:
                 self._hash.update(rest.tobytes())
-                self._save(self._table[index], key, parent, index * size, rest, self._hash.hexdigest())
+                scope = self._course.scope_of(index)
+                self._save(self._table[index], scope, key, parent, index * size, rest, self._hash.hexdigest())
         if not self._computed:
             return
         self.last_key = key

@@ -35,7 +35,9 @@ MEASURES = {
         "measures.peer", "prefill, decode, restart beside llama.cpp (pip install 'kestrel[bench]')"
     ),
     "store": Measure("measures.store", "finding, opening and evicting among many artifacts"),
+    "published": Measure("measures.published", "listing and DVC's commands among many published pages"),
     "startup": Measure("measures.startup", "process start to listening, imports, memory"),
+    "serve": Measure("measures.serve", "a stream beside a long prompt, and streams side by side"),
     "worth": Measure("measures.worth", "a hit on a throttled disk: read it or compute it"),
     "quality": Measure("quality", "what int8 KV and quantised weights cost in quality", has_sizes=False),
 }

@@ -90,7 +90,7 @@ class Sampler:
             token = self._draw(scores / sampling.temperature, len(seen))
         if sampling.logprobs is None:
             return token, None
-        return token, _logprob(logits, token, sampling.logprobs)
+        return token, logprob_of(logits, token, sampling.logprobs)
 
     def _draw(self, scores: npt.NDArray[np.float64], position: int) -> int:
         sampling = self.sampling
@@ -112,9 +112,14 @@ class Sampler:
         )
 
 
-def _logprob(logits: Floats, token: int, count: int) -> TokenLogprob:
+def logprob_of(logits: Floats, token: int, count: int) -> TokenLogprob:
+    """The log probability of a token where float32 logits [vocab_size] were computed, and the `count` likeliest."""
     scores = logits.astype(np.float64)
     top = scores.max()
     scores -= top + np.log(np.exp(scores - top).sum())
-    best = np.argsort(-scores, kind="stable")[:count] if count else np.zeros(0, np.int64)
+    best = np.zeros(0, np.int64)
+    if count:
+        count = min(count, len(scores))
+        likely = np.flatnonzero(scores >= np.partition(scores, -count)[-count])  # more where there are ties
+        best = likely[np.argsort(-scores[likely], kind="stable")][:count]
     return TokenLogprob(token, float(scores[token]), tuple((int(i), float(scores[i])) for i in best))

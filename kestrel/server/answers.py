@@ -47,6 +47,7 @@ def kestrel_stats(choices: Sequence[tuple[Stats, float]]) -> wire.KestrelStats:
         queue_ms=round(queue_ms, 3),
         ttft_ms=round(queue_ms + stats.ttft_ms, 3),
         wall_ms=round(max(each.wall_ms + waited * 1000 for each, waited in choices), 3),
+        timings=_timings(stats, queue_ms),
         skipped_tokens=stats.skipped_tokens,
         load=stats.load,
         miss_reason=stats.miss_reason,
@@ -58,6 +59,21 @@ def kestrel_stats(choices: Sequence[tuple[Stats, float]]) -> wire.KestrelStats:
         foreign=stats.foreign,
         key=stats.key if len(choices) == 1 else None,
     )
+
+
+def _timings(stats: Stats, queue_ms: float) -> wire.Timings:
+    """The parts of the time to the first token, to microseconds; `rest` is what the others leave of it."""
+    parts = {
+        "queue_ms": queue_ms,
+        "find_ms": stats.find_ms,
+        "open_ms": stats.open_ms,
+        "wait_ms": stats.wait_ms,
+        "matmul_ms": stats.matmul_ms,
+        "attention_ms": stats.attention_ms,
+        "head_ms": stats.head_ms,
+    }
+    rest = queue_ms + stats.ttft_ms - sum(parts.values())
+    return wire.Timings(**{name: round(value, 3) for name, value in parts.items()}, rest_ms=round(rest, 3))
 
 
 class Answer(ABC):
@@ -107,22 +123,32 @@ class Answer(ABC):
 
 
 class CompletionAnswer(Answer):
-    """The answer to a prompt. `echoed` is the prompt's text if the answer shall repeat it, else empty."""
+    """The answer to a prompt. `echoed` is the prompt's text if the answer shall repeat it, else empty.
+
+    scored: the prompt's tokens if their log probabilities are part of the answer, else empty. Streamed, the prompt's
+    text comes first and whole, its log probabilities as they are computed.
+    """
 
     id_prefix = "cmpl"
 
-    def __init__(self, runtime: Runtime, num_choices: int, echoed: str, with_logprobs: bool) -> None:
+    def __init__(
+        self, runtime: Runtime, num_choices: int, echoed: str, with_logprobs: bool, scored: Sequence[int]
+    ) -> None:
         super().__init__(runtime)
         self._echoed = echoed
         self._with_logprobs = with_logprobs
-        self._streams = [self.tokenizer.stream() for _ in range(num_choices)]  # where each token begins
-        self._offsets = [len(echoed)] * num_choices
+        self._scored = scored
+        self._prompt_places = _Places(self.tokenizer, echoed, 0)
+        self._places = [_Places(self.tokenizer, "", len(echoed)) for _ in range(num_choices)]
 
     def opening(self, index: int) -> list[Chunk]:
-        return [self._chunk(wire.CompletionChoice(index=index, text=self._echoed))] if self._echoed else []
+        if not self._echoed and not self._scored:
+            return []
+        logprobs = self._first_logprobs() if self._scored else None
+        return [self._chunk(wire.CompletionChoice(index=index, text=self._echoed, logprobs=logprobs))]
 
     def piece(self, index: int, delta: Delta) -> list[Chunk]:
-        logprobs = self._logprobs(index, [delta])
+        logprobs = self._logprobs(index, [delta], _no_logprobs())
         if not delta.text and logprobs is None:
             return []
         return [self._chunk(wire.CompletionChoice(index=index, text=delta.text, logprobs=logprobs))]
@@ -143,7 +169,7 @@ class CompletionAnswer(Answer):
             wire.CompletionChoice(
                 index=index,
                 text=self._echoed + "".join(delta.text for delta in deltas),
-                logprobs=self._logprobs(index, deltas),
+                logprobs=self._logprobs(index, deltas, self._first_logprobs()),
                 finish_reason=finish_reason,
             )
             for index, (deltas, finish_reason) in enumerate(choices)
@@ -159,20 +185,57 @@ class CompletionAnswer(Answer):
             choices=list(choices),
         )
 
-    def _logprobs(self, index: int, deltas: Sequence[Delta]) -> wire.CompletionLogprobs | None:
+    def _first_logprobs(self) -> wire.CompletionLogprobs:
+        """What the log probabilities begin with: of a prompt's first token there are none."""
+        logprobs = _no_logprobs()
+        for token in self._scored[:1]:
+            logprobs.tokens.append(self._token_text(token))
+            logprobs.token_logprobs.append(None)
+            logprobs.top_logprobs.append(None)
+            logprobs.text_offset.append(self._prompt_places.next(token))
+        return logprobs
+
+    def _logprobs(
+        self, index: int, deltas: Sequence[Delta], logprobs: wire.CompletionLogprobs
+    ) -> wire.CompletionLogprobs | None:
+        """`logprobs` with those of the deltas behind them."""
         if not self._with_logprobs:
             return None
-        logprobs = wire.CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        for entry in _entries(deltas):
+        entries = [(entry, self._prompt_places) for delta in deltas for entry in delta.prompt_logprobs or ()]
+        entries += [(entry, self._places[index]) for entry in _entries(deltas)]
+        for entry, places in entries:
             logprobs.tokens.append(self._token_text(entry.token))
             logprobs.token_logprobs.append(entry.logprob)
             top: dict[str, float] = {}
             for token, logprob in entry.top:  # two may read alike: the likelier one, which comes first, stays
                 top.setdefault(self._token_text(token), logprob)
             logprobs.top_logprobs.append(top)
-            logprobs.text_offset.append(self._offsets[index])
-            self._offsets[index] += len(self._streams[index].push(entry.token))
+            logprobs.text_offset.append(places.next(entry.token))
         return logprobs
+
+
+class _Places:
+    """Where in a choice's text each of its tokens begins."""
+
+    def __init__(self, tokenizer: Tokenizer, written: str, first: int) -> None:
+        """written: the text, as far as control tokens are spelled out in it; first: where the first token begins."""
+        self._tokenizer = tokenizer
+        self._written = written
+        self._offset = first
+        self._stream = tokenizer.stream()
+
+    def next(self, token: int) -> int:
+        """Where this token begins; call it for one token after the other."""
+        offset, piece = self._offset, self._stream.push(token)
+        if self._tokenizer.is_special(token):
+            spelled = self._tokenizer.token_bytes(token).decode("utf-8", "replace")
+            piece = spelled if self._written.startswith(spelled, offset) else ""
+        self._offset += len(piece)
+        return offset
+
+
+def _no_logprobs() -> wire.CompletionLogprobs:
+    return wire.CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
 
 
 class ChatAnswer(Answer):

@@ -19,7 +19,7 @@ from kestrel.server import wire
 from kestrel.server.generating import generating_routes
 from kestrel.server.intake import Intake
 from kestrel.server.journal import Journal
-from kestrel.server.keys import ENVIRONMENT, Keyring, check_address, is_readable_by_others, load_keys
+from kestrel.server.keys import ENVIRONMENT, Keyring, KeyWatch, check_address, is_readable_by_others
 from kestrel.server.kvroutes import kv_routes
 from kestrel.server.listener import Listener, bind, url_of
 from kestrel.server.metrics import CONTENT_TYPE as METRICS_TYPE
@@ -49,13 +49,14 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(runtime: Runtime, config: Config, journal: Journal, keys: Keyring | None = None) -> FastAPI:
+def create_app(runtime: Runtime, config: Config, journal: Journal, keys: KeyWatch | None = None) -> FastAPI:
     """The application over an open runtime, left open at the end. Raises ConfigError for an unusable prefix.
 
     keys: who may use it; None for everybody. The engine thread runs for as long as the application's lifespan; it
     is `app.state.worker`.
     """
-    keys = keys or Keyring()
+    keys = keys or KeyWatch(None)
+    needs_key = not keys.current().is_empty
     server = config.server
     if server.max_running >= config.engine.chunk_tokens:
         raise ConfigError(
@@ -74,11 +75,10 @@ def create_app(runtime: Runtime, config: Config, journal: Journal, keys: Keyring
         prompt_rows=server.prompt_rows,
         max_waiting=server.max_queue,
         max_waiting_nbytes=server.max_queue_bytes,
-        max_per_key=None if keys.is_empty else server.max_running_per_key,
+        max_per_key=server.max_running_per_key if needs_key else None,
     )
     worker = EngineWorker(runtime, limits, journal, warm_steps(to_warm, runtime, config, journal.line))
-    scopes = {name: runtime.tenant_scope(name) for name in keys.names}
-    site = Site(runtime, config, worker, journal, prefixes, scopes, time.time())
+    site = Site(runtime, config, worker, journal, prefixes, time.time())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -96,7 +96,7 @@ def create_app(runtime: Runtime, config: Config, journal: Journal, keys: Keyring
         responses=ERRORS,
         redoc_url=None,
         # Who may pass is decided in `Intake`, before a body is read; this is for the description of the API.
-        dependencies=[] if keys.is_empty else [Security(HTTPBearer(auto_error=False))],
+        dependencies=[Security(HTTPBearer(auto_error=False))] if needs_key else [],
     )
     app.state.worker = worker
     app.add_middleware(Intake, max_body_bytes=server.max_body_bytes, keys=keys, journal=journal)
@@ -177,9 +177,13 @@ def serve(config: Config, log: Log = log_to_stderr) -> None:
     Raises KestrelError for a taken port or an unusable model, ConfigError for an address that needs API keys.
     """
     journal = Journal(log, config.server.log_format)
-    keys = load_keys(config.server.api_keys_file)
-    check_address(config.server.host, keys)
-    _say_who_may_enter(keys, config, journal)
+    keys = KeyWatch(
+        config.server.api_keys_file,
+        changed=lambda ring: _say_who_may_enter(ring, config, journal),
+        failed=lambda problem: journal.line(f"kestrel: the API keys stay as they are: {problem}"),
+    )
+    check_address(config.server.host, keys.current())
+    _say_who_may_enter(keys.current(), config, journal)
     bound = bind(config.server.host, config.server.port)
     try:
         runtime = Runtime.open(config, journal.line, _conversion_log(journal.line))

@@ -91,12 +91,15 @@ def generating_routes(site: Site) -> APIRouter:
         """Continue a prompt. With `stream: true`: server-sent events, each a chunk of the same type."""
         check(body, http)
         tokens = await site.tokens_of_prompt(body.prompt)
-        max_tokens = body.max_tokens or limits.default_max_tokens
+        max_tokens = limits.default_max_tokens if body.max_tokens is None else body.max_tokens
         requests = _requests(site, http, body, tokens, max_tokens, body.logprobs)
+        if body.scores_prompt:
+            requests = [replace(request, prompt_logprobs=True) for request in requests]
         echoed = ""
         if body.echo:
             echoed = body.prompt if isinstance(body.prompt, str) else runtime.tokenizer.decode(tokens)
-        answer = CompletionAnswer(runtime, len(requests), echoed, body.logprobs is not None)
+        scored = tokens if body.scores_prompt else []
+        answer = CompletionAnswer(runtime, len(requests), echoed, body.logprobs is not None, scored)
         return await respond(http, body, requests, answer)
 
     @routes.post("/v1/chat/completions", response_model=wire.ChatCompletion)

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kestrel.errors import KestrelError
 from kestrel.server.journal import Journal
-from kestrel.server.keys import ANYONE, Caller, Keyring, is_loopback
+from kestrel.server.keys import ANYONE, Caller, KeyWatch, is_loopback
 from kestrel.server.refusals import Forbidden, Unauthorized, error_response
 
 DISCARDED_BYTES = (
@@ -38,7 +38,7 @@ class Intake:
     that does not say once it is. No more than the limit is ever held in memory. Logs every answer's status.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, keys: Keyring, journal: Journal) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, keys: KeyWatch, journal: Journal) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._keys = keys
@@ -63,12 +63,13 @@ class Intake:
     def _admit(self, scope: Scope, headers: Headers) -> KestrelError | None:
         """Find out who is calling; the reason if they may not."""
         path, caller = scope["path"], ANYONE
-        if self._keys.is_empty:
+        keys = self._keys.current()
+        if keys.is_empty:
             # A web page elsewhere could have its name point to this machine (DNS rebinding) and use the server.
             if not is_loopback(_host_name(headers.get("host", "localhost"))):
                 return Forbidden("this server has no API keys and answers on the loopback address only")
         elif path not in OPEN_PATHS:
-            found = self._keys.find_caller(headers.get("authorization"))
+            found = keys.find_caller(headers.get("authorization"))
             if found is None:
                 return Unauthorized("a valid API key is needed; send it as `Authorization: Bearer KEY`")
             caller = found

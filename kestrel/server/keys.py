@@ -1,7 +1,8 @@
 """API keys: who is calling, and what they may do.
 
 Every key belongs to a name, and a name is a tenant: what its requests compute is found by nobody else. Several keys
-may share a name, so that a key can be replaced without losing what is stored.
+may share a name, so that a key can be replaced without losing what is stored. The file they are in is read again
+when it changes: keys come and go without a restart.
 """
 
 import hashlib
@@ -10,13 +11,15 @@ import ipaddress
 import os
 import re
 import stat
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kestrel.errors import ConfigError
 
 ENVIRONMENT = "KESTREL_API_KEYS"
+LOOK_SECONDS = 1.0  # between two looks at the key file
 LEAST_KEY_LENGTH = 16  # characters; `openssl rand -hex 24` makes 48
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 KEY = re.compile(r"[!-9;-~]+")  # printable ASCII without space and colon
@@ -106,6 +109,56 @@ def load_keys(file: str | None) -> Keyring:
             raise ConfigError(f"a key of {key.name} occurs twice among the API keys; every key has one owner")
         seen.add(key.digest)
     return Keyring(keys)
+
+
+class KeyWatch:
+    """The keys that are valid at this moment, as their file changes. For one thread.
+
+    A file that is missing, or holds anything but keys, changes nothing: the keys read before stay valid.
+    """
+
+    def __init__(
+        self,
+        file: str | None,
+        changed: Callable[[Keyring], None] = lambda ring: None,
+        failed: Callable[[str], None] = lambda problem: None,
+    ) -> None:
+        """Read the keys of the file and of the environment, as `load_keys` does; ConfigError.
+
+        changed: called with the new keys each time they were read again; failed: once for each time they cannot be.
+        """
+        self._file, self._changed, self._failed = file, changed, failed
+        self._stamp = _stamp(file)  # before reading: what is written meanwhile is another one
+        self._ring = load_keys(file)
+        self._looked = time.monotonic()
+
+    def current(self) -> Keyring:
+        """The keys; looks at the file if that was a second ago."""
+        now = time.monotonic()
+        if self._file is not None and now - self._looked >= LOOK_SECONDS:
+            self._looked = now
+            stamp = _stamp(self._file)
+            if stamp != self._stamp:
+                self._stamp = stamp
+                self._read_again()
+        return self._ring
+
+    def _read_again(self) -> None:
+        try:
+            self._ring = load_keys(self._file)
+        except ConfigError as error:
+            self._failed(str(error))
+        else:
+            self._changed(self._ring)
+
+
+def _stamp(file: str | None) -> tuple[int, ...] | None:
+    """What differs between two versions of a file; None if there is none."""
+    try:
+        status = os.stat(file) if file is not None else None
+    except OSError:
+        return None
+    return None if status is None else (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 def is_readable_by_others(file: str) -> bool:

@@ -88,8 +88,9 @@ def kv_routes(site: Site) -> APIRouter:
     def purge(body: wire.PageRequest, http: HttpRequest) -> wire.Changed:
         """Forget a session: its pages in memory and on disk, later turns included.
 
-        Pages before it that other sessions continue too, or that belong to a configured prefix, stay. So does what
-        a running request is using: it is saved again when that ends.
+        Pages before it that other sessions continue too, or that belong to a configured prefix, stay; so do those
+        that requests of other sessions are using. A running request of this session is answered to its end, and what
+        it computes is forgotten; one that still waits begins anew.
         """
         scope = site.scope_of(http) or runtime.cache.common
         purged = purge_session(runtime.cache, scope, bytes.fromhex(body.key))

@@ -1,6 +1,5 @@
 """What the routes of one server have in common."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fastapi import Request as HttpRequest
@@ -22,20 +21,19 @@ TEMPLATE_SECONDS = 5.0  # how long a chat template may take; it runs for millise
 
 @dataclass(frozen=True)
 class Site:
-    """One server: the model, the engine thread, the log, the configured prefixes and each tenant's scope."""
+    """One server: the model, the engine thread, the log and the configured prefixes."""
 
     runtime: Runtime
     config: Config
     worker: EngineWorker
     journal: Journal
     prefixes: list[NamedPrefix]
-    scopes: Mapping[str, Scope]
     started_at: float  # seconds since the epoch
 
     def scope_of(self, http: HttpRequest) -> Scope | None:
         """Whose pages a request finds and adds; None for everybody's."""
         tenant = caller_of(http).tenant
-        return None if tenant is None else self.scopes[tenant]
+        return None if tenant is None else self.runtime.tenant_scope(tenant)
 
     async def tokens_of_prompt(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt; ids are taken as they are. PromptTooLong."""

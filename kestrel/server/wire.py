@@ -217,7 +217,16 @@ class CompletionRequest(GenerationRequest):
         str | list[int],
         BeforeValidator(_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
-    echo: bool | None = None
+    max_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="Left out: `server.default_max_tokens`. 0: nothing is generated, the prompt is computed.",
+    )
+    echo: bool | None = Field(
+        default=None,
+        description="The answer begins with the prompt; so do its log probabilities if there are any. The prompt is "
+        "computed from its first token then, whatever is stored.",
+    )
     logprobs: int | None = Field(
         default=None, ge=0, le=MAX_LOGPROBS, description="Alternatives listed for each token."
     )
@@ -225,11 +234,16 @@ class CompletionRequest(GenerationRequest):
     best_of: Annotated[Any, Unsupported(1)] = None
     suffix: Annotated[Any, Unsupported("")] = None
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the log probabilities of the prompt's tokens are wanted."""
+        return bool(self.echo) and self.logprobs is not None
+
     @model_validator(mode="after")
     def _check_echo(self) -> Self:
-        if self.echo and self.logprobs is not None:
+        if self.scores_prompt and (self.n or 1) > 1:
             raise invalid(
-                "echo with logprobs is not supported: log probabilities of the prompt are not computed"
+                f"n is {self.n}: echo with logprobs is supported for one answer only; send one request for each"
             )
         return self
 
@@ -418,6 +432,27 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
+class Timings(BaseModel):
+    """Where the time to the first token went: parts, in milliseconds, that add up to `ttft_ms`."""
+
+    queue_ms: float = Field(
+        description="Until the engine took the request, pulling published pages included."
+    )
+    find_ms: float = Field(description="Looking up what memory and store have of the prompt.")
+    open_ms: float = Field(
+        description="Opening the artifacts found, and checking their headers and token ids."
+    )
+    wait_ms: float = Field(
+        description="Waiting for the disk. Reading (`restore_ms`) overlaps with computing."
+    )
+    matmul_ms: float = Field(description="The layers' matrix products.")
+    attention_ms: float
+    head_ms: float = Field(description="From the last hidden state to the scores of every token.")
+    rest_ms: float = Field(
+        description="All else: embedding, bookkeeping, choosing the token, other requests."
+    )
+
+
 class KestrelStats(BaseModel):
     """What happened to the prompt. Times in milliseconds; ttft and wall count from the request's arrival."""
 
@@ -432,6 +467,7 @@ class KestrelStats(BaseModel):
     queue_ms: float
     ttft_ms: float
     wall_ms: float
+    timings: Timings
     skipped_tokens: int = Field(default=0, description="On disk, but not read: computing them is quicker.")
     load: str | None = Field(
         default=None, description="What was decided about reading the pages found on disk, and why."
@@ -440,7 +476,7 @@ class KestrelStats(BaseModel):
     diverged_at: int | None = Field(description="Where the nearest stored prefix departs from the prompt.")
     pulled_tokens: int = Field(default=0, description="Published elsewhere and fetched for this prompt.")
     pulled_bytes: int = 0
-    pull_ms: float = Field(default=0.0, description="Waited for them, before anything was computed.")
+    pull_ms: float = Field(default=0.0, description="Waited for them in the queue; part of queue_ms.")
     pull_problem: str | None = Field(default=None, description="Why not all published pages came.")
     foreign: str | None = Field(
         default=None,
@@ -452,11 +488,14 @@ class KestrelStats(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Log probabilities of a completion; all lists have one entry for each token."""
+    """Log probabilities of a completion; all lists have one entry for each token.
+
+    An echoed prompt's first token has none: nothing comes before it.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

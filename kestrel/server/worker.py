@@ -1,8 +1,9 @@
 """The engine thread: the only thread that calls the runtime while the server runs.
 
 It goes round one loop: start the waiting requests that fit, compute one step for all that run, hand over what
-became final. Requests wait in a bounded queue. What the engine produces is handed to the event loop of whoever
-waits for it, so routes stay asynchronous and a slow client never stops the engine.
+became final. Requests wait in a bounded queue, also while published pages are fetched for them. What the engine
+produces is handed to the event loop of whoever waits for it, so routes stay asynchronous and a slow client never
+stops the engine.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from kestrel.identity import as_tokens
 from kestrel.runtime import Delta, Finished, Generation, Request, Runtime
 from kestrel.server.journal import Journal
 from kestrel.server.metrics import Totals
+from kestrel.sharing.ondemand import Fetch
 
 POLL_SECONDS = 0.002  # between two looks at what ends without telling: a read, a save that holds pages
 
@@ -59,6 +61,7 @@ class Ticket:
         self.key = key
         self.label = label
         self.started: float | None = None  # when the engine took it
+        self.fetch: Fetch | None = None  # of published pages, once it came up
         self.generation: Generation | None = None  # while it runs
         self.found: tuple[int, int] | None = None  # tokens in memory and on disk when it first came up
         self._cancelled = threading.Event()
@@ -276,6 +279,8 @@ class EngineWorker:
                 return
             if any(self._is_computing_for(other, ticket) for other in running):
                 continue  # those behind it may go first: it is served sooner by waiting
+            if not self._is_fetched(ticket):
+                continue  # they need not wait for what it needs from elsewhere
             circumstances = (ticket, len(running), self._runtime.engine.pool.num_available)
             if circumstances == self._refused:
                 return
@@ -288,12 +293,25 @@ class EngineWorker:
                 self._refused = circumstances
                 return
 
+    def _is_fetched(self, ticket: Ticket) -> bool:
+        """Whether the published pages of a waiting request are here, or late; begins to fetch them."""
+        try:
+            if ticket.fetch is None:
+                ticket.fetch = self._runtime.fetch(ticket.request)
+            return ticket.fetch.is_over
+        except KestrelError:  # `_start` meets it again, and fails the request
+            pass
+        except Exception:  # a fault of ours: it is computed
+            self._journal.line(f"kestrel: nothing is pulled for {ticket.label}\n{traceback.format_exc()}")
+        ticket.fetch = Fetch(iter(()))
+        return True
+
     def _start(self, ticket: Ticket, running: Sequence[Generation]) -> bool:
         """Start one request or fail it; False if there are no pages for it now, and it goes on waiting."""
         now = time.perf_counter()
         error: Exception | None = None
         try:
-            ticket.generation = self._runtime.admit(ticket.request, running)
+            ticket.generation = self._runtime.admit(ticket.request, running, ticket.fetch)
         except KestrelError as problem:
             error = problem
         except Exception:  # a fault of ours: its request fails, the others go on
@@ -319,7 +337,7 @@ class EngineWorker:
         So a prefix that several requests in flight have in common is computed once.
         """
         is_restoring = other.sequence.restore is not None  # read or not, nobody can find it yet
-        if not other.is_prefilling and not is_restoring:
+        if ticket.request.prompt_logprobs or (not other.is_prefilling and not is_restoring):
             return False
         runtime = self._runtime
         scope = ticket.request.scope or runtime.cache.common

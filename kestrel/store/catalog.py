@@ -363,6 +363,10 @@ class Catalog:
         """The page with this key; more than one only if digests collide between namespaces."""
         return [page_row(row) for row in self.read(f"{ROWS} WHERE key = ?", (key,))]
 
+    def rows_ending_at(self, position: int) -> list[PageRow]:
+        """The pages of all namespaces whose last token stands before this position."""
+        return [page_row(row) for row in self.read(f"{ROWS} WHERE first + num_tokens = ?", (position,))]
+
     def keys_between(self, low: bytes, high: bytes, limit: int) -> list[bytes]:
         """Up to `limit` keys in [low, high]."""
         found = self.read("SELECT key FROM pages WHERE key BETWEEN ? AND ? LIMIT ?", (low, high, limit))

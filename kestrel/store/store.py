@@ -26,6 +26,7 @@ from kestrel.errors import ArtifactError, StoreError
 from kestrel.identity import Namespace, Tokens, as_tokens, canonical_json, page_key
 from kestrel.identity import prefix_sha256 as sha256_of
 from kestrel.store.artifact import HEX_SHA256, OpenPage, PageHeader, encode_header, parse_object, read_exactly
+from kestrel.store.branches import find_trunk
 from kestrel.store.catalog import (
     CATALOG_FILES,
     CATALOG_NAME,
@@ -652,7 +653,10 @@ class Store:
         return found[0]
 
     def chain(self, key: bytes) -> tuple[PageRow, ...]:
-        """A page and the pages before it, from position 0; StoreError if one of them is not stored."""
+        """A page and the pages before it, from position 0; StoreError if one of them is not stored.
+
+        Of a tenant's page the first ones may be those of a prefix that all tenants share, in another namespace.
+        """
 
         def follow(catalog: Catalog) -> tuple[PageRow, ...]:
             rows = catalog.rows_of(key)
@@ -662,11 +666,13 @@ class Store:
             while chain[-1].parent != chain[-1].namespace:
                 page = chain[-1]
                 parents = [row for row in catalog.rows_of(page.parent) if row.namespace == page.namespace]
+                if not parents:
+                    trunk = find_trunk(page, catalog.rows_ending_at(page.first))
+                    parents = [] if trunk is None else [trunk]
                 if not parents or parents[0].first >= page.first:
                     raise StoreError(
                         f"page {page.parent.hex()}, which precedes position {page.first} of {key.hex()}, "
-                        f"is not in {self.root}: the page is out of reach until that prefix is computed again "
-                        "(or it is a tenant's, behind a prefix that all tenants share)"
+                        f"is not in {self.root}: the page is out of reach until that prefix is computed again"
                     )
                 chain.append(parents[0])
             return tuple(reversed(chain))

@@ -1,6 +1,7 @@
 """Reading everything: are the artifacts still what was written?"""
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 
 from kestrel.errors import ArtifactError
 from kestrel.store.artifact import OpenPage
+from kestrel.store.branches import find_trunk
 from kestrel.store.catalog import PageRow
 from kestrel.store.files import FileTree, page_names
 
@@ -37,10 +39,15 @@ class Verdict:
 def verify_pages(tree: FileTree, pages: Iterable[PageRow]) -> Iterator[Verdict]:
     """Read every byte of the pages' artifacts: names, headers, digests of layers, digests of whole prefixes."""
     prefixes: dict[tuple[bytes, bytes], Any] = {}  # SHA-256 state at the end of each sound prefix
+    ending: dict[int, list[PageRow]] = defaultdict(list)  # by the position behind them
     for page in sorted(pages, key=lambda page: page.first):
         path = tree.root.joinpath(*page_names(page.namespace, page.key))
         is_root = page.parent == page.namespace
         before = hashlib.sha256() if is_root else prefixes.get((page.namespace, page.parent))
+        if before is None:
+            trunk = find_trunk(page, ending[page.first])
+            before = prefixes.get((trunk.namespace, trunk.key)) if trunk is not None else None
+        ending[page.first + page.num_tokens].append(page)
         try:
             prefix = verify_page(tree, page, path, before)
         except ArtifactError as error:

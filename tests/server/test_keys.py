@@ -2,6 +2,7 @@
 
 import signal
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,58 @@ def test_tenants(start_server: Any, tiny_words: tuple[str, ...], key_file: Path)
         assert answer.choices == answers[0].choices
     carol_sees = ask(again.client(OLD_ALICE))
     assert carol_sees.kestrel["computed_tokens"] == 1
+
+
+def test_keys_come_and_go_without_a_restart(
+    start_server: Any, tiny_words: tuple[str, ...], key_file: Path
+) -> None:
+    server = start_server(*tiny_words, f"server.api_keys_file={key_file}", "cache.page_tokens=128")
+    carol = "carol-key-0123456789"
+
+    def status(key: str) -> int:
+        answer = server.http.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
+        code: int = answer.status_code
+        return code
+
+    def wait_until(key: str, expected: int) -> None:
+        until = time.monotonic() + 20
+        while status(key) != expected:
+            assert time.monotonic() < until, f"still not {expected}"
+            time.sleep(0.05)
+
+    def write(text: str, place: Path = key_file) -> None:
+        place.write_text(text)
+        place.chmod(0o600)
+
+    prompt = np.random.default_rng(5).integers(5, 300, 200).tolist()
+    ask(server.client(OLD_ALICE), prompt)
+    assert status(carol) == 401 and status(BOB) == 200
+    write(KEYS.replace(f"bob:{BOB}", f"carol:{carol}"))
+    wait_until(carol, 200)
+    assert status(BOB) == 401
+    assert ask(server.client(carol), prompt).kestrel["computed_tokens"] == 200  # a tenant like any other
+    assert ask(server.client(ALICE), prompt).kestrel["computed_tokens"] == 1  # her pages are where they were
+
+    # Whatever is wrong with the file is said once, without its secrets, and nobody is locked out.
+    def see(problem: str) -> None:
+        """The server, asked now and then, says so once."""
+        until = time.monotonic() + 20
+        while problem not in server.log:
+            assert status(carol) == 200 and status(BOB) == 401 and time.monotonic() < until
+            time.sleep(0.05)
+        time.sleep(1.2)
+        assert status(carol) == 200 and status(BOB) == 401 and server.log.count(problem) == 1
+
+    write(KEYS + "mallory\n")
+    see("the API keys stay as they are: " + f"{key_file}, line 7: expected NAME:KEY")
+    key_file.unlink()
+    see("the API keys stay as they are: server.api_keys_file: cannot read")
+    other = key_file.with_name("new")
+    write(KEYS, other)
+    other.rename(key_file)  # as an editor saves
+    wait_until(BOB, 200)
+    assert status(carol) == 401
+    assert server.log.count("kestrel: API keys of ") == 3 and carol not in server.log
 
 
 def test_a_key_may_have_so_many_requests_in_the_server(

@@ -48,6 +48,15 @@ def test_completion(server: Any) -> None:
     assert answer.kestrel["wall_ms"] >= answer.kestrel["ttft_ms"] > answer.kestrel["prefill_ms"] > 0
 
 
+def test_the_timings_add_up_to_the_first_token(server: Any) -> None:
+    stats = complete(server, "Of all the cities in the world this one").kestrel
+    timings = stats["timings"]
+    assert sum(timings.values()) == pytest.approx(stats["ttft_ms"], abs=0.01)
+    assert all(value >= 0 for value in timings.values())
+    computing = timings["matmul_ms"] + timings["attention_ms"] + timings["head_ms"]
+    assert 0 < computing <= stats["prefill_ms"] + 0.01
+
+
 def test_chat_ends_by_itself(server: Any) -> None:
     answer = chat(server)
     assert answer.choices[0].message.role == "assistant"
@@ -182,6 +191,71 @@ def test_echo_puts_the_prompt_before_the_answer(server: Any, tokenizer: Tokenize
     assert complete(server, tokenizer.encode(PROMPT), 4, echo=True).choices[0].text == expected
     streamed = complete(server, max_tokens=4, echo=True, stream=True)
     assert "".join(chunk.choices[0].text for chunk in streamed) == expected
+
+
+def entries(logprobs: Any) -> list[Any]:
+    """Token, log probability, alternatives and place of each token of a completion."""
+    lists = (logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, logprobs.text_offset)
+    return list(zip(*lists, strict=True))
+
+
+def test_echo_with_logprobs_scores_the_prompt(server: Any, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(PROMPT)
+    complete(server)  # what is in memory is not used
+    answer = complete(server, max_tokens=4, echo=True, logprobs=2)
+    choice = answer.choices[0]
+    assert choice.text == complete(server, max_tokens=4, echo=True).choices[0].text
+    tokens, logprobs, top, offsets = zip(*entries(choice.logprobs), strict=True)
+    assert "".join(tokens) == choice.text and len(tokens) == len(ids) + 4
+    assert all(choice.text[at:].startswith(token) for at, token in zip(offsets, tokens, strict=True))
+    assert logprobs[0] is None and top[0] is None
+    assert all(len(each) == 2 for each in top[1:])
+    assert answer.usage.prompt_tokens_details.cached_tokens == answer.kestrel["matched_tokens"] == 0
+    assert answer.kestrel["computed_tokens"] == len(ids)
+    assert "every prompt token" in answer.kestrel["miss_reason"]
+    # Each is what the model says of that token when it is to be the next one.
+    for n in range(1, len(ids)):
+        alone = complete(server, ids[:n], 1, logprobs=20).choices[0].logprobs.top_logprobs[0]
+        assert logprobs[n] == alone.get(tokens[n], logprobs[n]) <= max(alone.values()) == max(top[n].values())
+    plain = complete(server, max_tokens=4, logprobs=2).choices[0].logprobs
+    assert (plain.token_logprobs, plain.top_logprobs) == (list(logprobs[len(ids) :]), list(top[len(ids) :]))
+
+
+def test_a_prompt_is_scored_without_generating(server: Any, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(PROMPT)
+    whole = complete(server, max_tokens=4, echo=True, logprobs=2).choices[0]
+    for prompt in (PROMPT, ids, [ids]):
+        answer = complete(server, prompt, 0, echo=True, logprobs=2)
+        choice = answer.choices[0]
+        assert (choice.text, choice.finish_reason) == (PROMPT, "length")
+        assert entries(choice.logprobs) == entries(whole.logprobs)[: len(ids)]
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 0)
+    one = complete(server, ids[:1], 0, echo=True, logprobs=0).choices[0]
+    assert one.logprobs.token_logprobs == [None]
+    nothing = complete(server, max_tokens=0)
+    assert (nothing.choices[0].text, nothing.choices[0].logprobs) == ("", None)
+
+
+def test_a_scored_prompt_can_be_streamed(server: Any) -> None:
+    for max_tokens in (0, 4):
+        whole = complete(server, max_tokens=max_tokens, echo=True, logprobs=2).choices[0]
+        chunks = list(complete(server, max_tokens=max_tokens, echo=True, logprobs=2, stream=True))
+        pieces = [choice for chunk in chunks for choice in chunk.choices]
+        assert "".join(piece.text for piece in pieces) == whole.text
+        assert [entry for piece in pieces if piece.logprobs for entry in entries(piece.logprobs)] == entries(
+            whole.logprobs
+        )
+        assert pieces[-1].finish_reason == "length" and chunks[-1].usage.completion_tokens == max_tokens
+
+
+def test_control_tokens_of_a_scored_prompt_have_places(server: Any, smollm2: Path) -> None:
+    template = open_checkpoint(smollm2, smollm2.parent).chat_template()
+    assert template is not None
+    text = template.render(QUESTION)
+    scored = complete(server, text, 0, echo=True, logprobs=0).choices[0]
+    assert "".join(scored.logprobs.tokens) == scored.text == text
+    places = zip(scored.logprobs.text_offset, scored.logprobs.tokens, strict=True)
+    assert all(text[at:].startswith(token) for at, token in places)
 
 
 def test_an_identical_prompt_computes_one_token(server: Any) -> None:

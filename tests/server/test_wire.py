@@ -159,7 +159,7 @@ def test_a_developer_message_is_a_system_message() -> None:
         ("top_k", -1),
         ("min_p", 2),
         ("repetition_penalty", 0),
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("max_tokens", True),
         ("max_tokens", 1.0),
         ("seed", 2**63),
@@ -183,7 +183,7 @@ def test_values_out_of_range_or_of_another_type_are_refused(field: str, value: A
     ("kind", "body", "named"),
     [
         (CompletionRequest, COMPLETION | {"stream_options": {"include_usage": True}}, "stream_options"),
-        (CompletionRequest, COMPLETION | {"echo": True, "logprobs": 1}, "echo with logprobs"),
+        (CompletionRequest, COMPLETION | {"echo": True, "logprobs": 1, "n": 2}, "echo with logprobs"),
         (ChatRequest, CHAT | {"top_logprobs": 2}, "top_logprobs"),
         (ChatRequest, CHAT | {"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
         (ChatRequest, CHAT | {"chat_template_kwargs": {"messages": []}}, "messages"),
@@ -194,6 +194,11 @@ def test_fields_that_contradict_each_other_are_refused(
     kind: type[Any], body: dict[str, Any], named: str
 ) -> None:
     assert named in refusals(kind, body)[0][1]
+
+
+def test_nothing_is_generated_on_request_of_a_completion_only() -> None:
+    assert CompletionRequest.model_validate(COMPLETION | {"max_tokens": 0}).max_tokens == 0
+    assert refusals(ChatRequest, CHAT | {"max_tokens": 0})[0][0] == ("max_tokens",)
 
 
 def test_stop_is_one_string_or_several() -> None:

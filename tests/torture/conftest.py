@@ -1,6 +1,8 @@
 """How long the torture lasts, a nursery of fast-starting servers, and conversations with known answers.
 
 `KESTREL_TORTURE=long` (`make torture`) makes the tests of this folder do on demand what CI does not wait for.
+`KESTREL_TORTURE_SEED=N` draws other moments to kill at, other conversations and other mutations: runs with different
+numbers add up.
 """
 
 import os
@@ -15,12 +17,19 @@ from tests.torture.talks import Turn, make_talks
 
 TINY = ROOT / "tests" / "oracle" / "llama"
 LONG = os.environ.get("KESTREL_TORTURE") == "long"
+SEED = int(os.environ.get("KESTREL_TORTURE_SEED", "0"))
 
 
 @pytest.fixture(scope="session")
 def scale() -> Callable[[float, float], Any]:
     """scale(short, long): whichever this run is for."""
     return lambda short, long: long if LONG else short
+
+
+@pytest.fixture(scope="session")
+def seed() -> int:
+    """What random draws of this run begin with."""
+    return SEED
 
 
 @pytest.fixture(scope="session")
@@ -39,9 +48,9 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="session")
-def talks(words: tuple[str, ...]) -> list[list[Turn]]:
+def talks(words: tuple[str, ...], seed: int) -> list[list[Turn]]:
     """Conversations and the answers of a lone, cold run to each of their turns."""
-    return make_talks(words, count=24, num_turns=4, seed=1)
+    return make_talks(words, count=24, num_turns=4, seed=1 + seed)
 
 
 @pytest.fixture(scope="session")

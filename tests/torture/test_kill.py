@@ -136,13 +136,14 @@ class Arena:
 
 
 def test_killed_servers_lose_the_answers_under_way_and_nothing_else(
-    nursery: Nursery, tmp_path: Path, talks: list[list[Turn]], scale: Callable[[int, int], int]
+    nursery: Nursery, tmp_path: Path, talks: list[list[Turn]], scale: Callable[[int, int], int], seed: int
 ) -> None:
     num_rounds = scale(200, 1000)
     started = time.monotonic()
     with fast_folder() as memory, ThreadPoolExecutor() as pool:
         # One store on a disk, one in memory, where the moments of the kills fall differently.
-        arenas = [Arena(nursery, folder, talks, seed) for seed, folder in enumerate((tmp_path, Path(memory)))]
+        folders = (tmp_path, Path(memory))
+        arenas = [Arena(nursery, folder, talks, 2 * seed + n) for n, folder in enumerate(folders)]
         for done in [pool.submit(arena.run, num_rounds // len(arenas)) for arena in arenas]:
             done.result()
         for arena in arenas:

@@ -1,43 +1,22 @@
-"""Promise: many clients at once, rude ones among them, each get their own answer; memory stays flat; a long prompt
-does not stop anybody's tokens, and answers computed together come faster than one after the other."""
+"""Promise: many clients at once, rude ones among them, each get their own answer, and memory stays flat.
 
-import itertools
+How long they take is measured by `kestrel bench serve`.
+"""
+
 import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
-import pytest
 
 from tests.torture.servers import Nursery, Server
-from tests.torture.talks import Answer, Refused, Turn, ask, events_of, numbers
+from tests.torture.talks import Answer, Refused, Turn, ask, events_of
 
 NUM_CLIENTS = 64
-PREFILL_TOKENS = 8192
-PROMPT_ROWS = 128  # of a step that also generates: the default
-
-# Random weights: enough work in a step for its time to be the matrix products', a context of 16K tokens.
-GEOMETRY = {
-    "architecture": "llama",
-    "num_layers": 4,
-    "hidden_size": 512,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-    "ffn_size": 2048,
-    "vocab_size": 320,
-    "context_tokens": 16384,
-    "rope_theta": 10000.0,
-    "norm_eps": 1e-05,
-    "qkv_bias": False,
-    "qk_norm": False,
-    "tied_head": True,
-}
 
 
 def percentiles(values: Sequence[float], unit: float = 1e3) -> str:
@@ -48,11 +27,6 @@ def percentiles(values: Sequence[float], unit: float = 1e3) -> str:
         f"{name} {ordered[min(len(ordered) - 1, int(share * len(ordered)))] * unit:.0f} ms"
         for name, share in named.items()
     )
-
-
-def p95(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
 
 
 @dataclass
@@ -124,7 +98,7 @@ def read_stream(client: httpx.Client, server: Server, turn: Turn, stay: float, p
 def test_many_clients(
     nursery: Nursery, folder: Path, talks: list[list[Turn]], scale: Callable[[int, int], int]
 ) -> None:
-    seconds = scale(20, 600)
+    seconds = scale(60, 600)
     server = nursery.start(folder, f"server.max_queue={NUM_CLIENTS}", "cache.max_files=200")
     crowd, started = Crowd(), time.monotonic()
     threads = [
@@ -158,114 +132,4 @@ def test_many_clients(
             assert time.monotonic() < until, "clients that left are still served"
             time.sleep(0.1)
     assert "Traceback" not in server.log and "the engine failed" not in server.log, server.log[-4000:]
-    server.kill()
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """Servers of a model that takes some time."""
-    declared = [f"model.declared.geometry.{key}={value}" for key, value in GEOMETRY.items()]
-    words = (
-        "model=custom",
-        "model.declared.name=large",
-        "model.declared.wheel=null",
-        "model.declared.random_seed=3",
-        *declared,
-        f"model.root={tmp_path_factory.mktemp('large')}",
-        "engine.kv_ram_bytes=256MiB",
-        "engine.kv_touched_bytes=0",
-        "cache.min_free_bytes=0",
-        f"server.prompt_rows={PROMPT_ROWS}",
-    )
-    with Nursery(words) as opened:
-        yield opened
-
-
-def token_times(
-    server: Server, prompt: list[int], count: int, over: threading.Event | None = None
-) -> list[float]:
-    """When each event of a streamed answer came, until the answer ends or `over` is set."""
-    times = []
-    with httpx.Client(timeout=300) as client:
-        body = {"prompt": prompt, "max_tokens": count, "ignore_eos": True, "logprobs": 0}
-        for event in events_of(client, server.url, body):
-            if event.get("choices") and event["choices"][0]["logprobs"]:
-                times += [time.perf_counter()] * len(event["choices"][0]["logprobs"]["tokens"])
-            if over is not None and over.is_set():
-                break
-    return times
-
-
-def test_a_long_prompt_holds_up_nobody(large: Nursery, folder: Path) -> None:
-    rng = random.Random(8)
-    server = large.start(folder)
-    token_times(server, numbers(rng, 600), 8)  # everything is warm
-    ratios: list[float] = []
-    while not ratios or (
-        min(ratios) > 2 and len(ratios) < 4
-    ):  # other work on the machine only ever adds to it
-        ratios.append(gap_per_chunk(server, rng))
-    assert min(ratios) <= 2
-    server.kill()
-
-
-def gap_per_chunk(server: Server, rng: random.Random) -> float:
-    """p95 of the gaps in a stream while a long prompt is computed, in units of the time one of its chunks takes."""
-    over, times = threading.Event(), list[float]()
-    stream = threading.Thread(target=lambda: times.extend(token_times(server, numbers(rng, 40), 8000, over)))
-    stream.start()
-    time.sleep(0.5)
-    steps = server.number_of("steps_total")
-    began = time.perf_counter()
-    with httpx.Client(timeout=300) as client:
-        body = {"prompt": numbers(rng, PREFILL_TOKENS), "max_tokens": 1}
-        reply = client.post(f"{server.url}/v1/completions", json=body)
-    ended = time.perf_counter()
-    steps = server.number_of("steps_total") - steps
-    over.set()
-    stream.join()
-    assert reply.status_code == 200, reply.text
-    inside = [at for at in times if began <= at <= ended]
-    gaps = [after - before for before, after in itertools.pairwise(inside)]
-    chunk = (ended - began) / (PREFILL_TOKENS / PROMPT_ROWS)
-    ratio = p95(gaps) / chunk
-    print(
-        f"\n{PREFILL_TOKENS} tokens in {ended - began:.2f} s beside a stream of {len(inside)}, {steps:.0f} steps: "
-        f"a chunk takes {chunk * 1e3:.1f} ms, gaps {percentiles(gaps)}; p95 gap / chunk = {ratio:.2f}"
-    )
-    assert len(inside) >= 0.5 * PREFILL_TOKENS / PROMPT_ROWS
-    return ratio
-
-
-def test_answers_side_by_side(large: Nursery, folder: Path, scale: Callable[[float, float], Any]) -> None:
-    rng, count = random.Random(9), scale(96, 512)
-    server = large.start(folder, "cache=off")
-
-    def rate(num_streams: int) -> float:
-        """Tokens a second, from the first token of all to the last."""
-        found: list[list[float]] = []
-        threads = [
-            threading.Thread(target=lambda: found.append(token_times(server, numbers(rng, 64), count)))
-            for _ in range(num_streams)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert [len(times) for times in found] == [count] * num_streams
-        return (
-            num_streams * (count - 1) / (max(times[-1] for times in found) - min(times[0] for times in found))
-        )
-
-    rate(8)
-    one, eight = [], []
-    for _ in range(3):  # in turns, so that what else the machine does falls on both
-        one.append(rate(1))
-        eight.append(rate(8))
-    ratio = statistics.median(eight) / statistics.median(one)
-    print(
-        f"\none stream {statistics.median(one):.0f} tokens/s, eight {statistics.median(eight):.0f}: ratio {ratio:.2f} "
-        f"(each {[round(after / before, 2) for before, after in zip(one, eight, strict=True)]})"
-    )
-    assert ratio > scale(1.5, 3.0)
     server.kill()

@@ -61,8 +61,8 @@ def rows_of(pool: PagePool, page: int, layer: int, count: int) -> bytes:
 
 
 @pytest.mark.parametrize("kv", LAYOUTS)
-def test_no_spoilt_artifact_is_believed(kv: str, scale: Callable[[int, int], int]) -> None:
-    rng, layout = random.Random(kv), LAYOUTS[kv]
+def test_no_spoilt_artifact_is_believed(kv: str, scale: Callable[[int, int], int], seed: int) -> None:
+    rng, layout = random.Random(f"{kv} {seed}"), LAYOUTS[kv]
     count, started = scale(5_000, 100_000), time.monotonic()
     tried: Counter[str] = Counter()
     with fast_folder() as folder, open_store(Path(folder) / "kv") as store:
@@ -123,10 +123,10 @@ def check_the_store_puts_it_aside(store: Store, ref: PageRef) -> None:
 
 
 def test_spoilt_artifacts_never_change_an_answer(
-    words: tuple[str, ...], tmp_path: Path, scale: Callable[[int, int], int]
+    words: tuple[str, ...], tmp_path: Path, scale: Callable[[int, int], int], seed: int
 ) -> None:
     """The whole way: a runtime that meets them answers as a cold one and saves the pages anew."""
-    rng = random.Random(3)
+    rng = random.Random(3 + seed)
     tokens = numbers(rng, 300)
     request = Request(tokens, 6, Sampling(logprobs=2), ignore_eos=True)
     with Runtime.open(load_config([*words, f"cache.root={tmp_path / 'kv'}"]), lambda line: None) as runtime:
