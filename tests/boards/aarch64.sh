@@ -1,6 +1,6 @@
 #!/bin/bash
-# Make a folder in which an aarch64 Python with Kestrel's engine runs under qemu-user: Debian's own packages, unpacked
-# (nothing is installed here), and the aarch64 wheels of the very versions that the given Python has.
+# Make a folder in which an aarch64 Python with Kestrel's engine runs under qemu-user: packages of this Debian's own
+# sources, unpacked (nothing is installed here), and the aarch64 wheels of the very versions that the given Python has.
 # usage: aarch64.sh FOLDER PYTHON
 set -euo pipefail
 folder=$(realpath -m "$1")
@@ -11,12 +11,10 @@ rm -rf "$new"
 mkdir -p "$new"/{apt/state/lists/partial,apt/cache/archives/partial,root,site}
 
 : >"$new/apt/status" # no package is installed, so the whole closure is downloaded
-echo 'deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian bookworm main' \
-  >"$new/apt/sources.list"
 apt() {
   apt-get -q -o APT::Architecture=arm64 -o APT::Architectures::=arm64 -o APT::Sandbox::User="$(id -un)" \
     -o Dir::State="$new/apt/state" -o Dir::State::status="$new/apt/status" -o Dir::Cache="$new/apt/cache" \
-    -o Dir::Etc::sourcelist="$new/apt/sources.list" -o Dir::Etc::sourceparts=- -o Debug::NoLocking=1 "$@"
+    -o Debug::NoLocking=1 "$@"
 }
 apt update
 apt install --yes --download-only --no-install-recommends python3.11 libgomp1 libstdc++6
