@@ -9,8 +9,6 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from kestrel.engine.priority import FOR_LATER, give_way
-
 _POPULATE_WRITE = 23  # Linux 5.14: touch for writing
 _COLLAPSE = 25  # Linux 6.1: put what is there into huge pages
 _HUGE_PAGE = 2 << 20
@@ -38,7 +36,6 @@ def with_huge_pages(build: Callable[[], T]) -> T:
 
 
 def _collapse(ranges: list[tuple[int, int]]) -> None:
-    give_way(FOR_LATER)
     for start, end in ranges:
         first = -(-start // _HUGE_PAGE) * _HUGE_PAGE
         for at in range(
