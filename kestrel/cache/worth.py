@@ -20,6 +20,9 @@ LEAST_SECONDS = 0.25  # where neither choice takes longer, the hit is read: nobo
 LEAST_LOSS = 0.05  # seconds by which reading must be slower than computing before a read is given up
 TRIAL = 0.03  # of the computing time: how long a read may go on before it is judged
 GUESSED_TRIAL = 0.01  # the same while that time is a guess, which quick machines beat three times over
+LEAST_TRIAL = (
+    0.1  # seconds that a read goes on in any case: on a busy machine a reader waits so long for a core
+)
 KEPT = 0.5  # weight of everything measured before, when something new is
 FORGIVING = 0.97  # factor on the remembered cost of reading after each refusal, so that a recovered disk is tried again
 
@@ -129,11 +132,11 @@ class Worth:
     def is_too_slow(self, choice: Choice, elapsed: float, nbytes: int, num_bytes: int) -> bool:
         """Whether a read that has brought `nbytes` of `num_bytes` in `elapsed` seconds should be given up.
 
-        Judged once it has taken `choice.trial` of the time that computing would: if the rest of it, at the speed so
-        far, and what must be computed afterwards take longer than computing everything, the loss is that small share.
-        A few bytes say nothing of a disk until they have taken long.
+        Judged once it has taken `choice.trial` of the time that computing would, and LEAST_TRIAL: if the rest of it, at
+        the speed so far, and what must be computed afterwards take longer than computing everything, the loss is that
+        small share. A few bytes say nothing of a disk until they have taken long.
         """
-        if self._always or elapsed < choice.trial * choice.computing:
+        if self._always or elapsed < max(choice.trial * choice.computing, LEAST_TRIAL):
             return False
         if nbytes < LEAST_READ_NBYTES and elapsed < LEAST_SECONDS:
             return False

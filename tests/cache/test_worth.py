@@ -126,6 +126,14 @@ def test_while_the_computing_time_is_a_guess_a_read_is_judged_sooner() -> None:
     assert not guessing.is_too_slow(choice, early, 300_000, 32 * PAGE_NBYTES)
 
 
+def test_a_stall_of_a_reader_does_not_give_up_a_short_hit() -> None:
+    # A first question after a restart: 36 tokens, 2 MB, nothing measured; the reader waited 45 ms for a core.
+    worth = Worth(3.5e8, 1e4, threads=2, chunk_tokens=512)
+    choice = worth.choose(pages_of(2, 20), 0, PAGE + 21)
+    assert choice.num_pages == 2 and choice.computing > LEAST_SECONDS
+    assert not worth.is_too_slow(choice, 0.045, 300_000, 2 * PAGE_NBYTES)
+
+
 def test_a_read_in_part_is_given_up_when_it_would_end_later_than_computing() -> None:
     worth = learned(1000, 3e6)
     choice = worth.choose(pages_of(32), 0, 32 * PAGE)
