@@ -45,6 +45,8 @@ Floats = npt.NDArray[np.float32]
 UNIT = 64  # rows (tokens x query heads of one KV head) that share one walk over the keys
 SPLIT = 512  # keys folded as one partial softmax
 LOG2E = 1.4426950408889634  # scores are kept in base 2, so that the softmax needs 2^x only
+WRITE_ROWS = 8  # rows that a thread puts into their slots before it takes the next ticket
+_FEW_UNITS = 8  # so many are folded faster by one thread than by two
 _WORTH_A_THREAD = 50_000  # multiply-adds; sharing a run out costs about 2 us
 
 
@@ -287,9 +289,6 @@ def _write_row(
             for d in range(dim):
                 kv[at + d] = qkv[i, value + d]
 
-
-WRITE_ROWS = 8  # rows that a thread puts into their slots before it takes the next ticket
-_FEW_UNITS = 8  # so many are folded faster by one thread than by two
 
 # A layer and a step, as the compiled functions see them: words, but for the last two of a step.
 LAYER = np.dtype(

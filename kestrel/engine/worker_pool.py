@@ -226,22 +226,19 @@ def shared_library(symbol: bytes, address: int) -> bytes:
     else:
         machine, code = 183, struct.pack("<IIQ", 0x58000050, 0xD61F0200, address)  # ldr x16, 8; br x16
     page = 1 << 16  # the largest there is
-    head = 64 + 4 * 56
+    head = 64 + 4 * 56  # a multiple of 8, so the code, which comes first, begins there
     strings = b"\0" + symbol + b"\0"
-    at = {}
-    body = b""
+    function = struct.pack("<IBBHQQ", 1, 0x12, 0, 1, head, len(code))  # global, its name at 1
+    at, body = {}, b""
     for part, content in (
         ("code", code),
         ("strings", strings),
-        ("symbols", b"\0" * 24),  # the first is always empty; the second follows below
-        ("symbol", b"\0" * 24),
+        ("symbols", b"\0" * 24 + function),  # the first symbol is always empty
         ("hash", struct.pack("<5I", 1, 2, 1, 0, 0)),  # one bucket, whose chain begins and ends with symbol 1
     ):
         body += b"\0" * (-len(body) % 8)
         at[part] = head + len(body)
         body += content
-    symbols = struct.pack("<IBBHQQ", 1, 0x12, 0, 1, at["code"], len(code))  # a global function
-    body = body[: at["symbol"] - head] + symbols + body[at["symbol"] - head + 24 :]
     size = head + len(body)
     dynamic = b"".join(
         struct.pack("<QQ", tag, value)

@@ -10,15 +10,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
+from kestrel.config import load_config
+from kestrel.runtime import Runtime
+
 ROOT = Path(__file__).parent.parent.parent
 TINY = ROOT / "tests" / "oracle" / "llama"
+TINY_QWEN = ROOT / "tests" / "oracle" / "qwen3"
 START_SECONDS = 60
 SHARED_LIMITS = ("server.max_body_bytes=200000", "server.default_max_tokens=20")
 
 StartServer = Callable[..., "ServerProcess"]
+OpenRuntime = Callable[..., Runtime]
 
 
 class ServerProcess:
@@ -124,3 +130,24 @@ def server(
     running.wait_for("kestrel: listening on")
     yield running
     running.stop()
+
+
+def tokens_of(count: int, seed: int = 0) -> list[int]:
+    """Random tokens of the tiny checkpoints' vocabulary."""
+    return np.random.default_rng(seed).integers(5, 300, count).tolist()
+
+
+@pytest.fixture
+def open_runtime(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenRuntime]:
+    """open_runtime("key=value", …) -> Runtime on <tmp_path>/kv."""
+    opened: list[Runtime] = []
+
+    def opening(*words: str) -> Runtime:
+        base = (f"model.path={TINY_QWEN}", f"model.root={tmp_path_factory.getbasetemp() / 'models'}")
+        store = (f"cache.root={tmp_path / 'kv'}", "cache.page_tokens=128", "cache.min_free_bytes=0")
+        opened.append(Runtime.open(load_config([*base, *store, "engine.kv_ram_bytes=64MiB", *words])))
+        return opened[-1]
+
+    yield opening
+    for runtime in opened:
+        runtime.close()

@@ -3,27 +3,18 @@
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
-from kestrel.config import load_config
 from kestrel.engine.sampling import Sampling
 from kestrel.runtime import Delta, Finished, Request, Runtime
 from kestrel.server.journal import Journal
 from kestrel.server.worker import EngineWorker, QueueLimits, Ticket
-
-TINY = Path(__file__).parent.parent / "oracle" / "qwen3"
-Open = Callable[..., Runtime]
-
-
-def tokens_of(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(5, 300, count).tolist()
+from tests.server.conftest import OpenRuntime, tokens_of
 
 
 def bodies() -> list[dict[str, Any]]:
@@ -81,22 +72,6 @@ def test_many_clients_get_the_answers_of_a_lone_run(start_server: Any, qwen_word
     assert "[KV-DISK] loaded" in restarted.log
 
 
-@pytest.fixture
-def open_runtime(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
-    """open_runtime("key=value", …) -> Runtime on <tmp_path>/kv."""
-    opened: list[Runtime] = []
-
-    def opening(*words: str) -> Runtime:
-        base = (f"model.path={TINY}", f"model.root={tmp_path_factory.getbasetemp() / 'models'}")
-        store = (f"cache.root={tmp_path / 'kv'}", "cache.page_tokens=128", "cache.min_free_bytes=0")
-        opened.append(Runtime.open(load_config([*base, *store, "engine.kv_ram_bytes=64MiB", *words])))
-        return opened[-1]
-
-    yield opening
-    for runtime in opened:
-        runtime.close()
-
-
 def serve(
     runtime: Runtime,
     check: Callable[[EngineWorker], Awaitable[None]],
@@ -133,7 +108,7 @@ def alone(runtime: Runtime, request: Request) -> list[int]:
     return [token for event in events if isinstance(event, Delta) for token in event.tokens]
 
 
-def test_a_pool_for_two_answers_serves_many_without_running_out(open_runtime: Open) -> None:
+def test_a_pool_for_two_answers_serves_many_without_running_out(open_runtime: OpenRuntime) -> None:
     requests = [
         Request(tokens_of(100 + n, n), 90, Sampling(temperature=1, seed=n), ignore_eos=True) for n in range(9)
     ]
@@ -156,7 +131,7 @@ def test_a_pool_for_two_answers_serves_many_without_running_out(open_runtime: Op
     assert most == 2  # two pages each: a third answer had to wait for one of them
 
 
-def test_a_prompt_in_flight_is_computed_once(open_runtime: Open) -> None:
+def test_a_prompt_in_flight_is_computed_once(open_runtime: OpenRuntime) -> None:
     prompt = tokens_of(450, 3)
     requests = [Request(prompt, 4, Sampling(temperature=1, seed=n), ignore_eos=True) for n in range(4)]
     requests.append(Request(prompt[:300] + tokens_of(50, 9), 4, ignore_eos=True))
@@ -177,7 +152,9 @@ def test_a_prompt_in_flight_is_computed_once(open_runtime: Open) -> None:
     serve(runtime, check)
 
 
-def test_a_cancelled_prompt_frees_those_who_waited_for_it_and_keeps_its_pages(open_runtime: Open) -> None:
+def test_a_cancelled_prompt_frees_those_who_waited_for_it_and_keeps_its_pages(
+    open_runtime: OpenRuntime,
+) -> None:
     prompt = tokens_of(480, 4)
     runtime = open_runtime("engine.chunk_tokens=64")
 
@@ -198,7 +175,7 @@ def test_a_cancelled_prompt_frees_those_who_waited_for_it_and_keeps_its_pages(op
     serve(runtime, check)
 
 
-def test_a_long_prompt_does_not_stop_those_who_talk(open_runtime: Open) -> None:
+def test_a_long_prompt_does_not_stop_those_who_talk(open_runtime: OpenRuntime) -> None:
     runtime = open_runtime("cache=off")
 
     async def check(worker: EngineWorker) -> None:
@@ -219,7 +196,7 @@ def test_a_long_prompt_does_not_stop_those_who_talk(open_runtime: Open) -> None:
 
 
 def test_an_answer_being_read_from_disk_makes_nobody_wait(
-    open_runtime: Open, monkeypatch: pytest.MonkeyPatch
+    open_runtime: OpenRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import kestrel.cache.restore as restore
 
@@ -251,7 +228,7 @@ def test_an_answer_being_read_from_disk_makes_nobody_wait(
     serve(runtime, check)
 
 
-def test_nothing_is_left_behind(open_runtime: Open) -> None:
+def test_nothing_is_left_behind(open_runtime: OpenRuntime) -> None:
     runtime = open_runtime("cache=off")
 
     async def check(worker: EngineWorker) -> None:

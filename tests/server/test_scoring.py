@@ -2,42 +2,16 @@
 prompt is cut into steps and whatever is stored of it, and never take the logits of a whole prompt at once."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import kestrel.runtime
-from kestrel.config import load_config
 from kestrel.engine.sampling import Sampling, TokenLogprob, logprob_of
 from kestrel.runtime import Delta, Request, Runtime
 from kestrel.server.journal import Journal
 from kestrel.server.worker import EngineWorker, QueueLimits, Ticket
-
-TINY = Path(__file__).parent.parent / "oracle" / "qwen3"
-Open = Callable[..., Runtime]
-
-
-def tokens_of(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(5, 300, count).tolist()
-
-
-@pytest.fixture
-def open_runtime(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
-    """open_runtime("key=value", …) -> Runtime on <tmp_path>/kv."""
-    opened: list[Runtime] = []
-
-    def opening(*words: str) -> Runtime:
-        base = (f"model.path={TINY}", f"model.root={tmp_path_factory.getbasetemp() / 'models'}")
-        store = (f"cache.root={tmp_path / 'kv'}", "cache.page_tokens=128", "cache.min_free_bytes=0")
-        opened.append(Runtime.open(load_config([*base, *store, "engine.kv_ram_bytes=64MiB", *words])))
-        return opened[-1]
-
-    yield opening
-    for runtime in opened:
-        runtime.close()
+from tests.server.conftest import OpenRuntime, tokens_of
 
 
 def token_by_token(runtime: Runtime, tokens: list[int], count: int) -> list[TokenLogprob]:
@@ -65,7 +39,7 @@ async def collect(ticket: Ticket) -> list[Any]:
 
 
 def test_scores_do_not_depend_on_company_steps_or_what_is_stored(
-    open_runtime: Open, monkeypatch: pytest.MonkeyPatch
+    open_runtime: OpenRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [tokens_of(count, count) for count in (1, 2, 90, 128, 129, 300, 450)]
     reference = open_runtime("cache=off")
@@ -114,7 +88,7 @@ def test_scores_do_not_depend_on_company_steps_or_what_is_stored(
     assert runtime.engine.pool.num_available == runtime.engine.pool.num_pages
 
 
-def test_a_pool_that_holds_the_prompt_once_scores_it_again(open_runtime: Open) -> None:
+def test_a_pool_that_holds_the_prompt_once_scores_it_again(open_runtime: OpenRuntime) -> None:
     prompt = tokens_of(256, 1)
     page = 128 * open_runtime("cache=off").engine.geometry.kv_bytes_per_token
     runtime = open_runtime("cache=off", f"engine.kv_ram_bytes={2 * page}")
