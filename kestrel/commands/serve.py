@@ -30,7 +30,7 @@ serve cache=off
 
 def run(args: argparse.Namespace, config: Config) -> int:
     """Serve until interrupted; what was computed by then is saved."""
-    from kestrel.server.app import serve
+    from kestrel.server.start import serve
 
     serve(config)
     return 0

@@ -16,8 +16,9 @@ import numpy.typing as npt
 from kestrel.engine import numerics
 from kestrel.engine.attention import LOG2E, Attention
 from kestrel.engine.layers import Floats, LayerGraphs, share_resources
-from kestrel.engine.memory import with_huge_pages
+from kestrel.engine.memory import heap_in_huge_pages
 from kestrel.engine.pool import PagePool
+from kestrel.engine.rope import RopeTable
 from kestrel.errors import RequestError
 from kestrel.identity import Tokens
 from kestrel.models.weights import Weights
@@ -77,6 +78,7 @@ class Engine:
         layout = PageLayout(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, kv_dtype)
         self.pool = PagePool(layout, page_tokens, kv_ram_bytes, min(kv_touched_bytes, kv_ram_bytes))
         no_norm = np.zeros(0, np.float32)
+        self._rope = RopeTable(geometry, self.context_tokens)
         self._attention = Attention(
             self.pool,
             geometry.num_heads,
@@ -84,16 +86,16 @@ class Engine:
                 (no_norm if w.q_norm is None else w.q_norm, no_norm if w.k_norm is None else w.k_norm)
                 for w in weights.layers
             ],
-            *numerics.rope_table(geometry, self.context_tokens),
+            self._rope.cosine,
+            self._rope.sine,
             geometry.norm_eps,
             geometry.head_dim**-0.5 * LOG2E,
             chunk_tokens,
             self.threads,
         )
         records = [self._attention.record(layer) for layer in range(geometry.num_layers)]
-        self.graphs = with_huge_pages(
-            lambda: LayerGraphs(weights, max(chunk_tokens, numerics.MOST_LEAST_ROWS), records)
-        )
+        with heap_in_huge_pages(weights.nbytes * 3 // 2):  # packed int8 and int4 take 1.2 times as much
+            self.graphs = LayerGraphs(weights, max(chunk_tokens, numerics.MOST_LEAST_ROWS), records)
         self.numerics = numerics.measure(weights, kv_dtype, self.graphs)
         self.seconds = StepSeconds()
 
@@ -107,13 +109,15 @@ class Engine:
         rows = sum(len(span.tokens) for span in spans)
         if not 0 < rows <= self.chunk_tokens:
             raise RequestError(f"a step takes 1 to {self.chunk_tokens} rows, found {rows}")
-        if any(span.start + len(span.tokens) > self.context_tokens for span in spans):
+        end = max(span.start + len(span.tokens) for span in spans)
+        if end > self.context_tokens:
             raise RequestError(f"a sequence may hold {self.context_tokens} tokens")
         graphs, clock = self.graphs, time.perf_counter
         step = _Step(spans, self.pool.page_tokens)
         padded = max(rows, self.numerics.least_rows)
         graphs.residual[:rows] = self.weights.embed(step.tokens)
         graphs.residual[rows:padded] = 0
+        self._rope.reach(end)
         t0 = clock()
         self._attention.plan(
             step.bounds, step.starts, step.tables, step.places, step.positions, padded, layer_ready

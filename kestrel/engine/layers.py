@@ -3,12 +3,13 @@
 The last layer ends in a graph of its own, with the final norm and the head, for the rows whose logits are wanted.
 With a mixture of experts there is a graph for each layer, and the end of a layer is cut out of it: which experts run
 depends on the rows.
-Weights are handed to onnxruntime as the memory-mapped arrays they are; it keeps its packed copy only.
+onnxruntime reads the weights from the converted file itself and keeps its packed copy only.
 """
 
 import functools
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,8 @@ def share_resources(threads: int) -> None:
         raise RequestError("this process already runs models on another number of threads; start a new one")
     ort.set_global_thread_pool_sizes(threads, 1)
     memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
-    ort.create_and_register_allocator(memory, None)
+    # Grow by what is asked for: the default doubles.
+    ort.create_and_register_allocator(memory, ort.OrtArenaCfg({"arena_extend_strategy": 1}))
 
 
 class Graph:
@@ -60,7 +62,7 @@ class Graph:
         return outputs[0]
 
     def weight(self, name: str, array: npt.NDArray[Any]) -> str:
-        """Name an array as a constant of the graph; its memory is used in place."""
+        """Name an array as a constant of the graph; its memory, or the file it is mapped from, is used in place."""
         self._weights[name] = array
         return name
 
@@ -151,13 +153,22 @@ class Graph:
             kind = TensorProto.INT64 if name == "chosen" else TensorProto.FLOAT
             return helper.make_tensor_value_info(name, kind, [rows, width])
 
-        constants = []
+        constants, folders = [], set()
+        in_memory: dict[str, ort.OrtValue] = {}
         for name, array in self._weights.items():
             tensor = TensorProto(
                 name=name, data_type=helper.np_dtype_to_tensor_dtype(array.dtype), dims=array.shape
             )
             tensor.data_location = TensorProto.EXTERNAL
-            tensor.external_data.add(key="location", value="memory")
+            # onnxruntime copies arrays in memory before it packs them; what lies in a file it reads from there.
+            if (place := _place_in_file(array)) is None:
+                tensor.external_data.add(key="location", value="memory")
+                in_memory[name] = ort.OrtValue.ortvalue_from_numpy(array)
+            else:
+                file, offset = place
+                folders.add(str(file.parent))
+                for key, entry in (("location", file.name), ("offset", offset), ("length", array.nbytes)):
+                    tensor.external_data.add(key=key, value=str(entry))
             constants.append(tensor)
         graph = helper.make_graph(
             self._nodes,
@@ -180,10 +191,21 @@ class Graph:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.add_session_config_entry("session.use_env_allocators", "1")
         worker_pool.register(options)
-        options.add_external_initializers(
-            list(self._weights), [ort.OrtValue.ortvalue_from_numpy(array) for array in self._weights.values()]
-        )
+        options.add_external_initializers(list(in_memory), list(in_memory.values()))
+        for folder in folders:
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
         return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def _place_in_file(array: npt.NDArray[Any]) -> tuple[Path, int] | None:
+    """The file an array is mapped from and where it begins there; None for an array in memory."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        if isinstance(base, np.memmap) and base.filename is not None:
+            start = base.offset + array.ctypes.data - base.ctypes.data
+            return Path(base.filename), start
+        base = base.base
+    return None
 
 
 def attention_output(

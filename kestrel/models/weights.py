@@ -4,6 +4,7 @@ The converted file is a plain safetensors file in a folder of its own, named aft
 recipe. It is disposable: when it is missing, damaged or made by another version of the conversion, it is made again.
 """
 
+import ctypes
 import json
 import mmap
 import os
@@ -96,6 +97,7 @@ class Weights:
     head: Linear
     checkpoint: Checkpoint
     adapter: str | None  # digest of the LoRA adapter merged in; its effect is part of `digest`
+    file: Path  # the converted one
 
     def as_identity(self) -> dict[str, Any]:
         """Plain JSON data for the model identity."""
@@ -107,15 +109,14 @@ class Weights:
         return self.checkpoint.embed(ids)
 
     def leave_memory(self) -> None:
-        """Take the mapped file out of this process's memory; the page cache keeps it, and what is read comes back.
+        """Take the converted file out of this process's memory; the page cache keeps it, and what is read comes back.
 
-        For when others have copies: onnxruntime packs the matrices its own way.
+        For when others have copies: onnxruntime, which maps the file too, packs the matrices its own way.
         """
-        base: Any = self.head.values
-        while isinstance(base, np.ndarray):
-            base = base.base
-        if isinstance(base, mmap.mmap) and not self.head.values.flags.writeable:  # a file's, not ours alone
-            base.madvise(mmap.MADV_DONTNEED)
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        for start, end in _mappings(self.file):
+            madvise(start, end - start, mmap.MADV_DONTNEED)
 
     @property
     def nbytes(self) -> int:
@@ -165,7 +166,7 @@ def load_weights(
         ) from error
     if isinstance(found, str):
         raise ModelError(f"{path} was just written but is not usable: {found}; check the disk")
-    return layout.weights(*found)
+    return layout.weights(path, *found)
 
 
 @dataclass(frozen=True)
@@ -425,8 +426,8 @@ class _Layout:
             array.name: xxhash.xxh3_128_hexdigest(array.view(data).data) for array in self.arrays.values()
         }
 
-    def weights(self, data: Bytes, digests: dict[str, str]) -> Weights:
-        """Views of the mapped data."""
+    def weights(self, path: Path, data: Bytes, digests: dict[str, str]) -> Weights:
+        """Views of the mapped data of the file."""
         geometry = self.checkpoint.geometry
         shapes = {name: array.shape for name, array in self.arrays.items()}
         used = {"recipe": self.recipe, "shapes": shapes, "digests": digests}
@@ -470,7 +471,25 @@ class _Layout:
             adapter=self.checkpoint.adapter_digest
             if isinstance(self.checkpoint, AdaptedCheckpoint)
             else None,
+            file=path,
         )
+
+
+def _mappings(path: Path) -> Iterator[tuple[int, int]]:
+    """Where this process has mapped the file and changed nothing: addresses (start, end). None without /proc."""
+    name = os.path.realpath(path)
+    start, end = 0, 0  # of a mapping of the file
+    try:
+        lines = Path("/proc/self/smaps").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        if line.startswith("Anonymous:"):
+            if start and line.split()[1] == "0":
+                yield start, end
+        elif (fields := line.split(maxsplit=5))[0][-1] != ":":  # a mapping begins
+            is_it = len(fields) == 6 and fields[5] == name
+            start, end = (int(address, 16) for address in fields[0].split("-")) if is_it else (0, 0)
 
 
 def _combine(digests: dict[str, str]) -> str:

@@ -1,8 +1,8 @@
-"""The HTTP server put together: the model, the engine thread, the routes, and the way it starts and stops."""
+"""The application put together: the engine thread, the routes, and what machines ask."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,23 +14,19 @@ from fastapi.security import HTTPBearer
 import kestrel
 from kestrel.config import Config
 from kestrel.errors import ConfigError, StoreError
-from kestrel.runtime import Runtime, log_to_stderr
+from kestrel.runtime import Runtime
 from kestrel.server import wire
 from kestrel.server.generating import generating_routes
 from kestrel.server.intake import Intake
 from kestrel.server.journal import Journal
-from kestrel.server.keys import ENVIRONMENT, Keyring, KeyWatch, check_address, is_readable_by_others
+from kestrel.server.keys import KeyWatch
 from kestrel.server.kvroutes import kv_routes
-from kestrel.server.listener import Listener, bind, url_of
 from kestrel.server.metrics import CONTENT_TYPE as METRICS_TYPE
 from kestrel.server.refusals import install_handlers
 from kestrel.server.site import Site
 from kestrel.server.warming import find_state, resolve_prefixes, warm_steps
 from kestrel.server.worker import EngineWorker, QueueLimits
 
-Log = Callable[[str], None]
-
-PROGRESS_SECONDS = 5.0  # between two lines about long work
 SWEEP_SECONDS = 20.0  # between two looks for what has expired
 PAGE = Path(__file__).parent / "page.html"
 
@@ -169,62 +165,6 @@ def _add_status_routes(app: FastAPI, site: Site) -> None:
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:
         return FileResponse(PAGE, media_type="text/html")
-
-
-def serve(config: Config, log: Log = log_to_stderr) -> None:
-    """Load the model and serve until SIGTERM or SIGINT; then finish what runs, save, and return.
-
-    Raises KestrelError for a taken port or an unusable model, ConfigError for an address that needs API keys.
-    """
-    journal = Journal(log, config.server.log_format)
-    keys = KeyWatch(
-        config.server.api_keys_file,
-        changed=lambda ring: _say_who_may_enter(ring, config, journal),
-        failed=lambda problem: journal.line(f"kestrel: the API keys stay as they are: {problem}"),
-    )
-    check_address(config.server.host, keys.current())
-    _say_who_may_enter(keys.current(), config, journal)
-    bound = bind(config.server.host, config.server.port)
-    try:
-        runtime = Runtime.open(config, journal.line, _conversion_log(journal.line))
-        try:
-            app = create_app(runtime, config, journal, keys)
-            ready = f"kestrel: listening on {url_of(bound)} (model {runtime.name})"
-            Listener(app, app.state.worker, journal.line, ready).run_on(bound)
-            journal.line("kestrel: saving what was computed …")
-        finally:
-            runtime.close()
-        journal.line("kestrel: stopped")
-    finally:
-        bound.close()
-
-
-def _say_who_may_enter(keys: Keyring, config: Config, journal: Journal) -> None:
-    """Log whose keys are valid, and what is not as it should be about them."""
-    if keys.is_empty:
-        return
-    journal.line(f"kestrel: API keys of {', '.join(keys.names)}")
-    if not keys.has_admin:
-        journal.line(
-            "kestrel: no key is an admin's, so /metrics, pinning and deleting are closed; "
-            f"write NAME:KEY:admin in server.api_keys_file or {ENVIRONMENT}"
-        )
-    file = config.server.api_keys_file
-    if file is not None and is_readable_by_others(file):
-        journal.line(f"kestrel: {file} can be read by other users; run chmod 600 {file}")
-
-
-def _conversion_log(log: Log) -> Callable[[int, int], None]:
-    """What to call with (done, total) while weights are converted: logs the share every few seconds."""
-    last = time.monotonic()
-
-    def report(done: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= PROGRESS_SECONDS:
-            last = time.monotonic()
-            log(f"[MODEL] converting: {100 * done // total}%")
-
-    return report
 
 
 def _store_counts(runtime: Runtime, root: str) -> wire.StoreCounts | None:

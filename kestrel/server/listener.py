@@ -1,6 +1,5 @@
-"""The listening socket and uvicorn around it: start, and an orderly end on SIGTERM or SIGINT."""
+"""uvicorn on a bound socket: start, and an orderly end on SIGTERM or SIGINT."""
 
-import errno
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -8,46 +7,11 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from kestrel.errors import KestrelError
+from kestrel.server.address import cannot_listen
 from kestrel.server.worker import EngineWorker
 
 KEEP_ALIVE_SECONDS = 60  # an idle connection is kept this long
 LAST_BYTES_SECONDS = 10  # at the end, how long a client may take to read what has been answered
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address but not listening yet: a taken port is noticed before a model is loaded.
-
-    port: 0 lets the system choose. Raises KestrelError.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise _cannot_listen(host, port, error) from error
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        raise _cannot_listen(host, port, error) from error
-    return bound
-
-
-def url_of(bound: socket.socket) -> str:
-    """Where a browser or client on this machine reaches the socket."""
-    host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _cannot_listen(host: str, port: int, error: OSError) -> KestrelError:
-    if error.errno == errno.EADDRINUSE:
-        return KestrelError(
-            f"port {port} on {host} is in use; stop who listens there or choose another (server.port=…)"
-        )
-    return KestrelError(
-        f"cannot listen on {host} port {port}: {error.strerror or error} (server.host, server.port)"
-    )
 
 
 class Listener(uvicorn.Server):
@@ -86,7 +50,7 @@ class Listener(uvicorn.Server):
         except OSError as error:
             self._worker.close()
             self._worker.join()
-            raise _cannot_listen(host, port, error) from error
+            raise cannot_listen(host, port, error) from error
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -121,7 +121,7 @@ def elementwise() -> dict[str, str]:
 
 
 def rope() -> str:
-    """Cosines and sines as numerics.rope_table makes them."""
+    """Cosines and sines as engine/rope.py makes them."""
     frequencies, factor = Rope(10000.0, 64, None).frequencies()
     angles = np.arange(8192, dtype=np.float64)[:, None] * frequencies
     return digest((np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * factor).astype(np.float32))

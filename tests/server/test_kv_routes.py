@@ -101,8 +101,10 @@ def test_a_request_can_pin_what_it_computes(kv_server: Any) -> None:
 
 
 def test_what_a_request_saves_can_expire(start_server: Any, tiny_words: tuple[str, ...]) -> None:
-    sweeping = "import sys, kestrel.server.app as app, kestrel.config as config; app.SWEEP_SECONDS = 0.2; "
-    program = ("-c", sweeping + "app.serve(config.load_config(sys.argv[1:]))")
+    sweeping = (
+        "import sys, kestrel.server.app as app, kestrel.server.start as start, kestrel.config as config; "
+    )
+    program = ("-c", sweeping + "app.SWEEP_SECONDS = 0.2; start.serve(config.load_config(sys.argv[1:]))")
     server = start_server(*tiny_words, "cache.page_tokens=128", program=program)
     stays = complete(server, tokens_of(200, 20))
     complete(server, tokens_of(250, 21), ttl_s=0.5)

@@ -133,7 +133,7 @@ FAILING = """
 import sys
 from kestrel.config import load_config
 from kestrel.generation import Generation
-from kestrel.server.app import serve
+from kestrel.server.start import serve
 
 accept = Generation.accept
 

@@ -14,9 +14,10 @@ import pytest
 from kestrel.config import load_config
 from kestrel.errors import KestrelError
 from kestrel.runtime import Runtime
+from kestrel.server.address import bind
 from kestrel.server.app import create_app
 from kestrel.server.journal import Journal
-from kestrel.server.listener import Listener, bind
+from kestrel.server.listener import Listener
 
 TINY = Path(__file__).parent.parent / "oracle" / "llama"
 
