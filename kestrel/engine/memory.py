@@ -43,7 +43,11 @@ def heap_in_huge_pages(nbytes: int) -> Iterator[None]:
         yield
         return
     sbrk.restype = malloc.restype = ctypes.c_void_p
-    sbrk.argtypes, malloc.argtypes, free.argtypes = (ctypes.c_ssize_t,), (ctypes.c_size_t,), (ctypes.c_void_p,)
+    sbrk.argtypes, malloc.argtypes, free.argtypes = (
+        (ctypes.c_ssize_t,),
+        (ctypes.c_size_t,),
+        (ctypes.c_void_p,),
+    )
     start = sbrk(0)
     mallopt(_MMAP_MAX, 0)  # however large, into the heap
     mallopt(_TOP_PAD, nbytes)  # and the heap grows by so much at once

@@ -7,6 +7,7 @@ stays as a RAM cache under its key until the pool needs room, least recently rel
 
 import mmap
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from kestrel.engine.priority import FOR_LATER, give_way
 from kestrel.errors import CapacityError, ConfigError
 from kestrel.identity import Tokens, page_key
 from kestrel.store.layout import PageLayout
+
+
+_QUIET_SECONDS = 0.5  # without a page taken, before memory is committed for later
 
 
 @dataclass(frozen=True)
@@ -241,7 +245,8 @@ class _Toucher:
     """Commits the memory of the next pages in the background: a first touch costs more than reading a file into it.
 
     That changes no content, so it may meet pages already in use. Where the kernel cannot, pages are committed as they
-    are touched. After the start the thread gives way to all that computes or reads: it prepares for later requests.
+    are touched. After the start the thread gives way to all that computes or reads: it prepares for later requests,
+    and begins when no page has been taken for a while, so that it does not take the memory's bandwidth from a restore.
     """
 
     def __init__(self, memory: npt.NDArray[np.uint8], page_nbytes: int, num_pages: int, ahead_nbytes: int):
@@ -250,6 +255,7 @@ class _Toucher:
         self._num_pages = num_pages
         self._ahead = ahead_nbytes // page_nbytes
         self._wanted = 0
+        self._taken_at = 0.0  # when a page was last taken, by time.monotonic
         self._changed = threading.Condition()
         if self._ahead:
             threading.Thread(target=self._touch, name="kestrel-memory", daemon=True).start()
@@ -259,6 +265,7 @@ class _Toucher:
         """Pages up to `page` are in use: commit those that follow."""
         with self._changed:
             self._wanted = max(self._wanted, min(page + 1 + self._ahead, self._num_pages))
+            self._taken_at = time.monotonic()
             self._changed.notify()
 
     def stop(self) -> None:
@@ -274,6 +281,10 @@ class _Toucher:
             with self._changed:
                 while self._wanted <= done < self._num_pages:
                     self._changed.wait()
+                while (
+                    done >= self._ahead and (left := self._taken_at + _QUIET_SECONDS - time.monotonic()) > 0
+                ):
+                    self._changed.wait(left)
                 if done >= self._num_pages:
                     return
             if not commit(start + done * self._page_nbytes, self._page_nbytes):
