@@ -22,7 +22,6 @@ from kestrel.errors import CapacityError, ConfigError
 from kestrel.identity import Tokens, page_key
 from kestrel.store.layout import PageLayout
 
-
 _QUIET_SECONDS = 0.5  # without a page taken, before memory is committed for later
 
 
