@@ -1,8 +1,13 @@
 """Pages are shared by reference, remembered until room is needed, and copied before a shared one is extended."""
 
+import ctypes
+import mmap
+import time
+
 import numpy as np
 import pytest
 
+from kestrel.engine import pool as pool_module
 from kestrel.engine.pool import PagePool
 from kestrel.errors import CapacityError, ConfigError
 from kestrel.identity import Namespace, as_tokens, page_key
@@ -102,4 +107,36 @@ def test_committing_memory_ahead_of_use_changes_no_byte_of_a_page_in_use() -> No
     for page in range(150):
         for layer in range(2):
             assert (pool.layer_block(page, layer) == page + 1).all()
+    pool.close()
+
+
+def test_memory_for_later_is_committed_when_no_page_is_being_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "_QUIET_SECONDS", 1.0)
+    layout = PageLayout(2, 2, 64)
+    nbytes = layout.page_nbytes(128)
+    pool = PagePool(layout, 128, 200 * nbytes, touched_nbytes=8 * nbytes)
+
+    def committed() -> int:
+        """Pages of the pool in memory: none of these tests touches one."""
+        memory_pages = pool.num_pages * nbytes // mmap.PAGESIZE
+        present = (ctypes.c_ubyte * memory_pages)()
+        start = pool.layer_block(0, 0).ctypes.data
+        ctypes.CDLL(None).mincore(
+            ctypes.c_void_p(start), ctypes.c_size_t(len(present) * mmap.PAGESIZE), present
+        )
+        return sum(byte & 1 for byte in present) * mmap.PAGESIZE // nbytes
+
+    def wait_for(pages: int) -> None:
+        deadline = time.monotonic() + 30
+        while committed() < pages:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    wait_for(8)
+    started = time.monotonic()
+    for _ in range(5):
+        pool.allocate()
+    time.sleep(0.3)
+    assert committed() == 8 or time.monotonic() - started > 0.9
+    wait_for(13)
     pool.close()
