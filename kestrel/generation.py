@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kestrel.cache.prefix import PrefixCache
 from kestrel.cache.scope import Scope
-from kestrel.cache.sequence import CachedSequence, PrefixCache
+from kestrel.cache.sequence import CachedSequence
 from kestrel.engine.layers import Floats
 from kestrel.engine.sampling import Sampler, Sampling, TokenLogprob, logprob_of
 from kestrel.engine.speculation import Drafter

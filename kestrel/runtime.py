@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from kestrel.cache.prefix import CachePolicy, PrefixCache
 from kestrel.cache.save import Writer
 from kestrel.cache.scope import Scope
-from kestrel.cache.sequence import CachePolicy, PrefixCache
 from kestrel.config import Config
 from kestrel.configured import configured_store
 from kestrel.engine.engine import Engine

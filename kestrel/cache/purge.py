@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from kestrel.cache.prefix import PrefixCache
 from kestrel.cache.scope import Course, Scope
-from kestrel.cache.sequence import PrefixCache
 from kestrel.identity import branch_key
 
 
