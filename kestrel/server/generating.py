@@ -17,7 +17,7 @@ from kestrel.server import wire
 from kestrel.server.answers import Answer, ChatAnswer, Chunk, CompletionAnswer, kestrel_stats, usage
 from kestrel.server.refusals import Forbidden, UnknownModel, describe
 from kestrel.server.site import Site, caller_of
-from kestrel.server.worker import ShuttingDown, Ticket
+from kestrel.server.worker import Event, ShuttingDown, Ticket, events_of
 
 T = TypeVar("T")
 CLIENT_GONE = 499  # nginx's status for it; nobody reads it
@@ -60,7 +60,7 @@ def generating_routes(site: Site) -> APIRouter:
         worker = site.worker
         name, label = caller_of(http).name, http.scope["request_id"]
         tickets = worker.submit(requests, http.scope["arrived"], name, label)
-        events = _events(tickets)
+        events = events_of(tickets)
 
         def cancel() -> None:
             for ticket in tickets:
@@ -69,7 +69,7 @@ def generating_routes(site: Site) -> APIRouter:
         try:
             if not body.stream:
                 return await _unless_gone(http, _whole(events, tickets, answer))
-            first: tuple[int, Delta | Finished] = await _unless_gone(http, anext(events))
+            first: tuple[int, Event] = await _unless_gone(http, anext(events))
         except BaseException as error:
             cancel()
             if isinstance(error, _ClientGone):
@@ -187,22 +187,6 @@ def _reason(finished: Finished) -> Any:
     return finished.finish_reason
 
 
-async def _events(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Delta | Finished]]:
-    """What the engine makes of all choices, as it comes: (index of the choice, event). Raises what it raised."""
-    waits = {asyncio.ensure_future(ticket.next_event()): n for n, ticket in enumerate(tickets)}
-    try:
-        while waits:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for wait in sorted(done, key=lambda wait: waits[wait]):
-                index, event = waits.pop(wait), wait.result()
-                if not isinstance(event, Finished):
-                    waits[asyncio.ensure_future(tickets[index].next_event())] = index
-                yield index, event
-    finally:
-        for wait in waits:
-            wait.cancel()
-
-
 def _numbers(tickets: Sequence[Ticket], ends: dict[int, Finished]) -> tuple[wire.Usage, wire.KestrelStats]:
     """Counts and times of a request whose choices are all finished."""
     stats = [ends[index].stats for index in range(len(tickets))]
@@ -211,7 +195,7 @@ def _numbers(tickets: Sequence[Ticket], ends: dict[int, Finished]) -> tuple[wire
 
 
 async def _whole(
-    events: AsyncIterator[tuple[int, Delta | Finished]], tickets: Sequence[Ticket], answer: Answer
+    events: AsyncIterator[tuple[int, Event]], tickets: Sequence[Ticket], answer: Answer
 ) -> wire.Completion | wire.ChatCompletion:
     """The answer in one piece, when all its choices are finished."""
     deltas: list[list[Delta]] = [[] for _ in tickets]
@@ -245,8 +229,8 @@ async def _unless_gone(http: HttpRequest, work: Coroutine[Any, Any, T] | Any) ->
 
 
 async def _stream(
-    first: tuple[int, Delta | Finished],
-    events: AsyncIterator[tuple[int, Delta | Finished]],
+    first: tuple[int, Event],
+    events: AsyncIterator[tuple[int, Event]],
     tickets: Sequence[Ticket],
     answer: Answer,
     with_usage: bool,
@@ -258,7 +242,7 @@ async def _stream(
                 yield _event(chunk)
         ends: dict[int, Finished] = {}
         held: Chunk | None = None  # the last chunk also carries the numbers
-        pending: tuple[int, Delta | Finished] | None = first
+        pending: tuple[int, Event] | None = first
         while pending is not None:
             index, event = pending
             if isinstance(event, Finished):

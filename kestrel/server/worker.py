@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -50,11 +50,19 @@ class QueueLimits:
     max_per_key: int | None = None
 
 
+Event = Delta | Finished
+Inbox = asyncio.Queue[
+    tuple[int, Event | Exception]
+]  # what the engine makes of a client's request, and of which answer
+
+
 class Ticket:
     """One answer on its way through the engine; made by `EngineWorker.submit` and read in one event loop."""
 
-    def __init__(self, request: Request, arrived: float, key: str, label: str) -> None:
-        """key: whose request it is; label: what log lines call it."""
+    def __init__(
+        self, request: Request, arrived: float, key: str, label: str, index: int, inbox: Inbox
+    ) -> None:
+        """key: whose request it is; label: what log lines call it; index: which of the answers in the inbox."""
         self.request = request
         self.tokens = as_tokens(request.tokens)
         self.arrived = arrived  # this and the next in seconds of time.perf_counter
@@ -66,7 +74,8 @@ class Ticket:
         self.found: tuple[int, int] | None = None  # tokens in memory and on disk when it first came up
         self._cancelled = threading.Event()
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Delta | Finished | Exception] = asyncio.Queue()
+        self._index = index
+        self.inbox = inbox  # shared with the other answers to the request
 
     @property
     def cancelled(self) -> bool:
@@ -82,19 +91,26 @@ class Ticket:
         """Note that nobody waits any more: the engine stops after the step it is at."""
         self._cancelled.set()
 
-    async def next_event(self) -> Delta | Finished:
-        """The next piece of the answer; after `Finished` there is none. Raises what the engine raised."""
-        event = await self._events.get()
-        if isinstance(event, Exception):
-            raise event
-        return event
-
-    def hand_over(self, event: Delta | Finished | Exception) -> None:
+    def hand_over(self, event: Event | Exception) -> None:
         """Make `event` the next one read. May be called from any thread; nothing happens if the reader is gone."""
         try:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+            self._loop.call_soon_threadsafe(self.inbox.put_nowait, (self._index, event))
         except RuntimeError:  # the event loop is closed
             self.abandon()
+
+
+async def events_of(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Event]]:
+    """What the engine makes of all answers to one request, as it comes: (index of the answer, its next piece).
+
+    Each answer's last one is `Finished`. Raises what the engine raised.
+    """
+    num_unfinished = len(tickets)
+    while num_unfinished:
+        index, event = await tickets[0].inbox.get()
+        if isinstance(event, Exception):
+            raise event
+        num_unfinished -= isinstance(event, Finished)
+        yield index, event
 
 
 class EngineWorker:
@@ -156,7 +172,8 @@ class EngineWorker:
 
         Call in the event loop that reads them. Raises CapacityError beyond the limits, ShuttingDown after `close`.
         """
-        tickets = [Ticket(request, arrived, key, label) for request in requests]
+        inbox: Inbox = asyncio.Queue()
+        tickets = [Ticket(request, arrived, key, label, n, inbox) for n, request in enumerate(requests)]
         with self._changed:
             if self._closing:
                 raise ShuttingDown("the server is shutting down; send the request again when it is back")
@@ -395,7 +412,7 @@ class EngineWorker:
     def _hand_over(self, ticket: Ticket) -> None:
         """Give the reader what became final; whatever happens, the last event is Finished or an error."""
         generation = _running(ticket)
-        events: list[Delta | Finished | Exception] = []
+        events: list[Event | Exception] = []
         try:
             events += generation.take()
         except KestrelError as error:

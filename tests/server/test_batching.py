@@ -15,6 +15,7 @@ from kestrel.runtime import Delta, Finished, Request, Runtime
 from kestrel.server.journal import Journal
 from kestrel.server.worker import EngineWorker, QueueLimits, Ticket
 from tests.server.conftest import OpenRuntime, tokens_of
+from tests.server.tickets import next_event
 
 
 def bodies() -> list[dict[str, Any]]:
@@ -93,7 +94,7 @@ def serve(
 async def collect(ticket: Ticket) -> tuple[list[int], Finished]:
     tokens: list[int] = []
     while True:
-        event = await ticket.next_event()
+        event = await next_event(ticket)
         if isinstance(event, Finished):
             return tokens, event
         tokens += event.tokens
@@ -180,12 +181,12 @@ def test_a_long_prompt_does_not_stop_those_who_talk(open_runtime: OpenRuntime) -
 
     async def check(worker: EngineWorker) -> None:
         [talking] = submit(worker, Request(tokens_of(20), 60, ignore_eos=True))
-        await talking.next_event()
+        await next_event(talking)
         [long] = submit(worker, Request(tokens_of(480, 1), 1))
         events: list[str] = []
 
         async def note(name: str, ticket: Ticket) -> None:
-            while not isinstance(await ticket.next_event(), Finished):
+            while not isinstance(await next_event(ticket), Finished):
                 events.append(name)
 
         await asyncio.gather(note("talking", talking), note("long", long))

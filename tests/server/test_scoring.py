@@ -12,6 +12,7 @@ from kestrel.runtime import Delta, Request, Runtime
 from kestrel.server.journal import Journal
 from kestrel.server.worker import EngineWorker, QueueLimits, Ticket
 from tests.server.conftest import OpenRuntime, tokens_of
+from tests.server.tickets import next_event
 
 
 def token_by_token(runtime: Runtime, tokens: list[int], count: int) -> list[TokenLogprob]:
@@ -32,9 +33,9 @@ def scored(events: list[Any]) -> list[TokenLogprob]:
 
 
 async def collect(ticket: Ticket) -> list[Any]:
-    events: list[Any] = [await ticket.next_event()]
+    events: list[Any] = [await next_event(ticket)]
     while isinstance(events[-1], Delta):
-        events.append(await ticket.next_event())
+        events.append(await next_event(ticket))
     return events
 
 

@@ -12,6 +12,7 @@ from kestrel.errors import CapacityError
 from kestrel.runtime import Delta, Finished, Request, Runtime
 from kestrel.server.journal import Journal
 from kestrel.server.worker import EngineWorker, QueueLimits, ShuttingDown
+from tests.server.tickets import next_event
 
 TINY = Path(__file__).parent.parent / "oracle" / "llama"
 REQUEST = Request(tokens=[50, 51, 52], max_tokens=4, ignore_eos=True)
@@ -28,9 +29,9 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
 
 async def answer(worker: EngineWorker) -> list[Delta | Finished]:
     [ticket] = worker.submit([REQUEST], time.perf_counter())
-    events = [await ticket.next_event()]
+    events = [await next_event(ticket)]
     while not isinstance(events[-1], Finished):
-        events.append(await ticket.next_event())
+        events.append(await next_event(ticket))
     assert ticket.queue_seconds > 0
     return events
 
@@ -91,7 +92,7 @@ def test_closing_refuses_those_that_wait_and_those_that_come(runtime: Runtime) -
             worker.submit([REQUEST], time.perf_counter())
         for ticket in tickets[1:]:
             with pytest.raises(ShuttingDown):
-                await ticket.next_event()
+                await next_event(ticket)
         worker.cancel(tickets[0])
 
     run(runtime, iter(()), check)
