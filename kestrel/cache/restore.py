@@ -73,8 +73,9 @@ class Restore:
         self.failure: Exception | None = None  # a fault of a reader itself
         self._is_too_slow = is_too_slow
         self._brought = 0  # bytes read in pieces so far
-        if is_too_slow is not None:
-            for _, page in self._pages:
+        for _, page in self._pages:
+            page.avoid_page_cache()
+            if is_too_slow is not None:
                 page.progress = self._judge_piece
         self._num_reading = NUM_READERS
         self._threads = [

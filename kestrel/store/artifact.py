@@ -4,9 +4,13 @@ A header is a pure function of its content, so the reader does not search a foun
 might be wrong: it takes the few facts out of it, encodes them again and demands the same bytes.
 """
 
+import contextlib
+import ctypes
+import errno
 import functools
 import hashlib
 import json
+import mmap
 import os
 import re
 import stat
@@ -23,7 +27,10 @@ from kestrel.errors import ArtifactError
 from kestrel.identity import FORMAT, Tokens, canonical_json, page_key
 from kestrel.store.layout import SAFETENSORS_DTYPES, KvDtype, PageLayout, TensorSpec, tensor_spec
 
-ALIGNMENT = 64  # the payload starts on a cache line, so a mapped file can be read in place by vector code
+ALIGNMENT = (
+    4096  # where the payload starts, so that layers can be read from the disk straight into pages of memory
+)
+EARLIER_ALIGNMENT = 64  # files written before that; they are read like any other
 LENGTH_NBYTES = 8  # the little-endian u64 in front of the JSON
 PIECE_NBYTES = 1 << 15  # read at once while somebody watches the progress
 MAX_HEADER_NBYTES = 1 << 20  # 2,000 int8 layers fit; what a hostile length field can make a reader allocate
@@ -62,8 +69,8 @@ def artifact_tensors(layout: PageLayout, num_tokens: int) -> list[TensorSpec]:
     return [*layout.tensors(num_tokens), tensor_spec("tokens", "I32", (num_tokens,))]
 
 
-def encode_header(layout: PageLayout, header: PageHeader) -> bytes:
-    """The bytes in front of the payload: length, canonical JSON, spaces up to a multiple of 64.
+def encode_header(layout: PageLayout, header: PageHeader, alignment: int = ALIGNMENT) -> bytes:
+    """The bytes in front of the payload: length, canonical JSON, spaces up to a multiple of `alignment`.
 
     Raises ValueError if the header would not fit MAX_HEADER_NBYTES.
     """
@@ -80,7 +87,7 @@ def encode_header(layout: PageLayout, header: PageHeader) -> bytes:
     # One metadata key: the safetensors library writes several in random order.
     metadata = canonical_json({"__metadata__": {"kestrel": canonical_json(facts).decode("ascii")}})
     text = metadata[:-1] + b"," + encode_tensors(layout, header.num_tokens)  # in sorted order "_" comes first
-    text += b" " * (-(LENGTH_NBYTES + len(text)) % ALIGNMENT)
+    text += b" " * (-(LENGTH_NBYTES + len(text)) % alignment)
     if LENGTH_NBYTES + len(text) > MAX_HEADER_NBYTES:
         raise ValueError(f"a header of {len(text)} bytes exceeds the limit of {MAX_HEADER_NBYTES}")
     return len(text).to_bytes(LENGTH_NBYTES, "little") + text
@@ -127,9 +134,12 @@ def read_header(fd: int, layout: PageLayout | None) -> ArtifactHead:
     found_layout = parse_layout(entries, header)
     if layout is not None and found_layout != layout:
         raise ArtifactError(f"expected pages of {layout}, found {found_layout}")
-    if encode_header(found_layout, header) != length_bytes + text:
+    if not any(
+        encode_header(found_layout, header, alignment) == length_bytes + text
+        for alignment in (ALIGNMENT, EARLIER_ALIGNMENT)
+    ):
         check_entries(entries, found_layout, header)  # says which tensor is another one
-        raise ArtifactError("header is not canonical JSON padded to a multiple of 64 bytes")
+        raise ArtifactError(f"header is not canonical JSON padded to a multiple of {ALIGNMENT} bytes")
 
     tokens_start = payload_start + found_layout.page_nbytes(header.num_tokens)
     expected_size = tokens_start + 4 * header.num_tokens
@@ -273,6 +283,23 @@ def check_chain(header: PageHeader, tokens: Tokens) -> None:
         raise ArtifactError("prefix_sha256 is not that of the tokens")
 
 
+def cached_share(fd: int, nbytes: int) -> float:
+    """How much of the first `nbytes` of a file the page cache holds, from 0 to 1; 1 where the kernel does not say."""
+    try:
+        with mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ) as mapped:
+            view = np.frombuffer(mapped, np.uint8)
+            present = np.zeros(-(-nbytes // mmap.PAGESIZE), np.uint8)
+            failed = ctypes.CDLL(None).mincore(
+                ctypes.c_void_p(view.ctypes.data),
+                ctypes.c_size_t(nbytes),
+                ctypes.c_void_p(present.ctypes.data),
+            )
+            del view
+    except (OSError, ValueError, AttributeError):
+        return 1.0
+    return 1.0 if failed else float((present & 1).mean())
+
+
 class OpenPage:
     """An artifact open for reading; a context manager that closes the file.
 
@@ -284,6 +311,7 @@ class OpenPage:
         """Take over `fd` and check the header; on ArtifactError `fd` is closed. `path` is for messages only."""
         self.fd = fd
         self.path = path
+        self._direct_fd = -1  # the same file, read past the page cache
         self.progress: Callable[[int], None] | None = None  # see read_into; may be changed at any time
         try:
             self.header, self.layout, self.tokens, self.payload_start = read_header(fd, layout)
@@ -298,6 +326,28 @@ class OpenPage:
     def layer_nbytes(self) -> int:
         """Bytes of one layer of this page."""
         return self.layout.layer_nbytes(self.header.num_tokens)
+
+    def avoid_page_cache(self) -> None:
+        """Read layers from the disk straight into the caller's buffer, if the page cache holds little of the file.
+
+        Through the page cache the kernel finds memory for every byte twice and copies it, on the cores that compute
+        meanwhile. Where the file system cannot do without, or the buffer is not aligned, nothing changes.
+        """
+        nbytes = self.layout.page_nbytes(self.header.num_tokens)
+        if self._direct_fd < 0 and hasattr(os, "O_DIRECT") and cached_share(self.fd, nbytes) < 0.5:
+            with contextlib.suppress(OSError):
+                self._direct_fd = os.open(
+                    f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
+                )
+
+    def _read_into(self, view: memoryview, offset: int) -> None:
+        if self._direct_fd >= 0:
+            try:
+                return read_into(self._direct_fd, view, offset, self.progress)
+            except ArtifactError as error:
+                if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EINVAL:
+                    raise  # anything but "not aligned"
+        read_into(self.fd, view, offset, self.progress)
 
     def read_layer_into(self, layer: int, buffer: Any) -> None:
         """Read layer `layer` straight into `buffer` and check its digest.
@@ -315,7 +365,7 @@ class OpenPage:
             )
         view = view.cast("B")
         try:
-            read_into(self.fd, view, self.payload_start + layer * self.layer_nbytes, self.progress)
+            self._read_into(view, self.payload_start + layer * self.layer_nbytes)
         except ArtifactError as error:
             raise ArtifactError(f"{self.path}: layer {layer}: {error}") from error
         expected, found = self.header.layer_digests[layer], xxhash.xxh3_128_hexdigest(view)
@@ -326,9 +376,10 @@ class OpenPage:
 
     def close(self) -> None:
         """Close the file; further calls do nothing."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        for fd in (self.fd, self._direct_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self._direct_fd = -1
 
     def __enter__(self) -> "OpenPage":
         return self

@@ -68,7 +68,7 @@ def write_by_the_book(
     }
     entries["__metadata__"] = {"kestrel": canonical(facts)}
     text = canonical(entries).encode()
-    while (8 + len(text)) % 64:
+    while (8 + len(text)) % 4096:
         text += b" "
     return f"{key}.safetensors", struct.pack("<Q", len(text)) + text + payload + token_bytes
 
@@ -152,7 +152,7 @@ def test_payload_is_aligned_and_layers_are_contiguous(store: Store) -> None:
     fd = os.open(store.page_path(NAMESPACE.digest, key), os.O_RDONLY)
     try:
         header, layout, tokens, start = read_header(fd, FLOAT)
-        assert layout == FLOAT and tokens.tolist() == list(range(11)) and start % 64 == 0
+        assert layout == FLOAT and tokens.tolist() == list(range(11)) and start % 4096 == 0
         for index, layer in enumerate(payload_of(key, 11, FLOAT)):
             assert os.pread(fd, len(layer), start + index * FLOAT.layer_nbytes(11)) == layer
             assert header.layer_digests[index] == xxhash.xxh3_128_hexdigest(layer)

@@ -46,7 +46,7 @@ def split_file(content: bytes) -> tuple[bytes, bytes]:
 
 def with_text(content: bytes, text: bytes) -> bytes:
     """The file with another header text, padded as the format demands."""
-    text += b" " * (-(8 + len(text)) % 64)
+    text += b" " * (-(8 + len(text)) % 4096)
     return struct.pack("<Q", len(text)) + text + split_file(content)[1]
 
 

@@ -67,7 +67,7 @@ def split(content: bytes) -> tuple[bytes, bytes]:
 
 def joined(text: bytes, payload: bytes) -> bytes:
     """A file of this header text, padded as the format demands."""
-    text += b" " * (-(8 + len(text)) % 64)
+    text += b" " * (-(8 + len(text)) % 4096)
     return struct.pack("<Q", len(text)) + text + payload
 
 

@@ -1,0 +1,109 @@
+"""Promise: past the page cache or through it, a layer has the same bytes and a damaged one is noticed."""
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kestrel.bench.process import drop_from_page_cache
+from kestrel.errors import ArtifactError
+from kestrel.identity import as_tokens
+from kestrel.store.artifact import (
+    EARLIER_ALIGNMENT,
+    OpenPage,
+    cached_share,
+    encode_header,
+    read_header,
+)
+from kestrel.store.layout import PageLayout
+from tests.store.pages import NAMESPACE, open_store, payload_of, publish
+
+LAYOUT = PageLayout(num_layers=40, num_kv_heads=3, head_dim=64)
+NUM_TOKENS = 256
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    """A full page on a disk, out of the page cache. (The stores of other tests may be in memory.)"""
+    with open_store(tmp_path / "kv") as store:
+        (key,) = publish(store, as_tokens(range(NUM_TOKENS)), NUM_TOKENS, layout=LAYOUT)
+        found = store.page_path(NAMESPACE.digest, key)
+        drop_from_page_cache([found])
+        yield found
+
+
+def aligned_buffer() -> np.ndarray:
+    return np.frombuffer(mmap.mmap(-1, LAYOUT.layer_nbytes(NUM_TOKENS)), np.uint8)
+
+
+def opened(path: Path) -> OpenPage:
+    return OpenPage(os.open(path, os.O_RDONLY), path, LAYOUT)
+
+
+def test_layers_come_from_the_disk_into_the_buffer_and_leave_no_copy_in_the_page_cache(path: Path) -> None:
+    expected = payload_of(bytes.fromhex(path.stem), NUM_TOKENS, LAYOUT)
+    with opened(path) as page:
+        page.avoid_page_cache()
+        buffer = aligned_buffer()
+        for layer, content in enumerate(expected):
+            page.read_layer_into(layer, buffer)
+            assert buffer.tobytes() == content
+        if page._direct_fd < 0:
+            pytest.skip("this file system has no direct reads")
+        assert cached_share(page.fd, LAYOUT.page_nbytes(NUM_TOKENS)) < 0.5
+
+
+def test_buffers_that_are_not_aligned_are_filled_through_the_page_cache(path: Path) -> None:
+    expected = payload_of(bytes.fromhex(path.stem), NUM_TOKENS, LAYOUT)
+    size = LAYOUT.layer_nbytes(NUM_TOKENS)
+    for shift in (0, 1, 8, 64):
+        drop_from_page_cache([path])
+        with opened(path) as page:
+            page.avoid_page_cache()
+            buffer = np.frombuffer(mmap.mmap(-1, size + mmap.PAGESIZE), np.uint8)[shift : shift + size]
+            page.read_layer_into(7, buffer)
+            assert buffer.tobytes() == expected[7]
+
+
+def test_what_the_page_cache_holds_is_read_from_there(path: Path) -> None:
+    path.read_bytes()
+    with opened(path) as page:
+        page.avoid_page_cache()
+        assert page._direct_fd < 0
+
+
+def test_a_damaged_layer_is_noticed_past_the_page_cache_too(path: Path) -> None:
+    with opened(path) as page:
+        start = page.payload_start
+    with open(path, "r+b") as file:
+        file.seek(start + 5 * LAYOUT.layer_nbytes(NUM_TOKENS) + 1000)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    drop_from_page_cache([path])
+    with opened(path) as page:
+        page.avoid_page_cache()
+        buffer = aligned_buffer()
+        page.read_layer_into(4, buffer)
+        with pytest.raises(ArtifactError, match="layer 5 is damaged"):
+            page.read_layer_into(5, buffer)
+
+
+def test_files_padded_as_earlier_versions_did_are_read_alike(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    header, layout, _, start = read_header(fd, LAYOUT)
+    os.close(fd)
+    content = path.read_bytes()
+    earlier = encode_header(layout, header, EARLIER_ALIGNMENT)
+    assert len(earlier) % 4096
+    path.write_bytes(earlier + content[start:])
+    drop_from_page_cache([path])
+    with opened(path) as page:
+        page.avoid_page_cache()
+        buffer = aligned_buffer()
+        for layer, expected in enumerate(payload_of(bytes.fromhex(path.stem), NUM_TOKENS, LAYOUT)):
+            page.read_layer_into(layer, buffer)
+            assert buffer.tobytes() == expected
