@@ -16,6 +16,7 @@ from typing import cast
 
 import numpy as np
 
+from kestrel.bench.measures.setting import filled_table, new_table, open_engine
 from kestrel.bench.prompts import manual
 from kestrel.config import Config
 from kestrel.engine.engine import Engine, Span
@@ -23,7 +24,6 @@ from kestrel.engine.layers import Floats
 from kestrel.identity import Tokens, as_tokens
 from kestrel.models.checkpoint import Checkpoint
 from kestrel.models.fetch import resolve_model
-from kestrel.models.weights import Weights, load_weights
 from kestrel.store.layout import KvDtype, PageLayout
 
 OUT = Path("artifacts/bench/quality")
@@ -135,14 +135,14 @@ def compare(
     """Run both variants over `tokens` in contexts of WINDOW_TOKENS, in step."""
     window = min(WINDOW_TOKENS, checkpoint.geometry.context_tokens)
     engines = [
-        open_engine(config, checkpoint, variant, window, _STEP_ROWS) for variant in (reference, candidate)
+        open_engine(config, checkpoint, *variant, window, _STEP_ROWS) for variant in (reference, candidate)
     ]
     likelihoods = np.zeros(2)
     kl = agreed = 0.0
     rows = 0
     for first in range(0, len(tokens), window):
         context = tokens[first : first + window]
-        tables = [_allocate(engine, len(context)) for engine in engines]
+        tables = [new_table(engine, len(context)) for engine in engines]
         for start in range(0, len(context) - 1, _STEP_ROWS):
             step = context[start : min(start + _STEP_ROWS, len(context) - 1)]
             following = context[start + 1 : start + 1 + len(step)]
@@ -168,12 +168,10 @@ def measure_speed(config: Config, checkpoint: Checkpoint) -> KvSpeed:
     dtypes: tuple[KvDtype, ...] = ("float32", "int8")
     weights = config.engine.weights
     engines = {
-        dtype: open_engine(config, checkpoint, (weights, dtype), context, SPEED_TAIL_TOKENS + 1)
+        dtype: open_engine(config, checkpoint, weights, dtype, context, SPEED_TAIL_TOKENS + 1)
         for dtype in dtypes
     }
-    tables = {dtype: _allocate(engine, context) for dtype, engine in engines.items()}
-    for dtype, engine in engines.items():
-        _fill(engine, tables[dtype])
+    tables = {dtype: filled_table(engine, context) for dtype, engine in engines.items()}
     seconds: dict[tuple[str, int], list[float]] = {}
     for turn in range(_SPEED_ROUNDS + 1):
         for dtype in dtypes if turn % 2 else reversed(dtypes):
@@ -190,25 +188,6 @@ def measure_speed(config: Config, checkpoint: Checkpoint) -> KvSpeed:
         for rows in (1, SPEED_TAIL_TOKENS)
     )
     return KvSpeed(weights, context, SPEED_TAIL_TOKENS, decode, tail)
-
-
-def open_engine(
-    config: Config, checkpoint: Checkpoint, variant: Variant, context_tokens: int, chunk_tokens: int
-) -> Engine:
-    """An engine for one variant with room for one context."""
-    weights = _load(config, checkpoint, variant[0])
-    geometry = weights.geometry
-    layout = PageLayout(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, variant[1])
-    size = config.cache.page_tokens
-    return Engine(
-        weights,
-        kv_dtype=variant[1],
-        page_tokens=size,
-        chunk_tokens=chunk_tokens,
-        kv_ram_bytes=max(2, -(-context_tokens // size)) * layout.page_nbytes(size),
-        threads=config.engine.threads,
-        context_tokens=context_tokens,
-    )
 
 
 def markdown(report: QualityReport) -> str:
@@ -250,26 +229,6 @@ def markdown(report: QualityReport) -> str:
 
 def _shown(variant: Variant) -> str:
     return f"{variant[0]} weights, {variant[1]} KV"
-
-
-def _load(config: Config, checkpoint: Checkpoint, recipe: str) -> Weights:
-    return load_weights(checkpoint, recipe, Path(config.model.root) / "converted")
-
-
-def _allocate(engine: Engine, num_tokens: int) -> list[int]:
-    return [engine.pool.allocate() for _ in range(-(-num_tokens // engine.pool.page_tokens))]
-
-
-def _fill(engine: Engine, table: list[int]) -> None:
-    """Put numbers of the usual size into the pages: how long a step takes does not depend on which they are."""
-    random = np.random.default_rng(0)
-    for page in table:
-        for layer in range(engine.geometry.num_layers):
-            for array, _ in engine.pool.layer_arrays(page, layer):
-                if array.dtype == np.int8:
-                    array[:] = random.integers(-127, 128, array.shape, np.int8)
-                else:
-                    array[:] = random.random(array.shape, np.float32)
 
 
 def _log_softmax(logits: Floats) -> Floats:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kestrel.cache.restore import DamagedRestore
@@ -11,7 +11,7 @@ from kestrel.cache.save import Keeping, Writer
 from kestrel.cache.scope import Course, Scope
 from kestrel.cache.sequence import CachedSequence
 from kestrel.cache.worth import Worth
-from kestrel.engine.engine import Engine, StepSeconds
+from kestrel.engine.engine import Engine
 from kestrel.engine.layers import Floats
 from kestrel.engine.pool import CachedPage
 from kestrel.errors import CapacityError, StoreError
@@ -212,7 +212,7 @@ class PrefixCache:
         for sequence, _ in work:
             if not sequence.is_reading:
                 sequence.settle()  # damage is known by now: no need to begin a step to meet it
-        before = StepSeconds(**vars(self.engine.seconds))
+        before = replace(self.engine.seconds)
         started = time.perf_counter()
         while True:
             spans = [sequence.span(rows) for sequence, rows in work]
@@ -222,9 +222,7 @@ class PrefixCache:
             except DamagedRestore:  # a shorter hit: more tokens are pending than before
                 for sequence, _ in work:
                     sequence.settle()
-        spent = StepSeconds(
-            *(getattr(self.engine.seconds, f.name) - getattr(before, f.name) for f in fields(StepSeconds))
-        )
+        spent = self.engine.seconds - before
         computing = time.perf_counter() - started - spent.waiting
         rows = [(len(span.tokens), span.start) for span in spans]
         num_keys = sum(count * start + count * (count + 1) // 2 for count, start in rows)

@@ -8,7 +8,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,10 @@ class StepSeconds:
     attention: float = 0.0
     head: float = 0.0
     waiting: float = 0.0
+
+    def __sub__(self, earlier: "StepSeconds") -> "StepSeconds":
+        """What came between two readings."""
+        return StepSeconds(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
 
 
 class Engine:

@@ -33,8 +33,9 @@ _ARCHITECTURES = {
     "qwen3moe": "qwen3moe",
     "qwen3vl": "qwen3",
 }
-_TENSORS = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
-_LAYER_TENSORS = {
+# Names in the file, by part of the model; those of a layer stand behind "blk.NUMBER."
+TENSORS = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
+LAYER_TENSORS = {
     "input_norm": "attn_norm.weight",
     "q": "attn_q.weight",
     "k": "attn_k.weight",
@@ -201,8 +202,8 @@ class GGUFCheckpoint:
 
     def _canonical_tensors(self) -> dict[str, GGUFTensor]:
         """Tensors by canonical name; ModelError for one that no supported architecture has."""
-        canonical = {file_name: name for name, file_name in _TENSORS.items()}
-        layer_names = {file_name: name for name, file_name in _LAYER_TENSORS.items()}
+        canonical = {file_name: name for name, file_name in TENSORS.items()}
+        layer_names = {file_name: name for name, file_name in LAYER_TENSORS.items()}
         expert_names = {file_name: name for name, file_name in _EXPERT_TENSORS.items()}
         tensors: dict[str, GGUFTensor] = {}
         for file_name, tensor in self._file.tensors.items():
@@ -230,7 +231,7 @@ class GGUFCheckpoint:
 
     def _read_geometry(self) -> Geometry:
         if "embed" not in self._tensors:
-            raise ModelError(f"{self.path}: tensor {_TENSORS['embed']} is missing; is this a language model?")
+            raise ModelError(f"{self.path}: tensor {TENSORS['embed']} is missing; is this a language model?")
         experts = self._read_experts()
         if self._count("attention.sliding_window", 0):
             raise ModelError(f"{self.path}: sliding-window attention is not supported")

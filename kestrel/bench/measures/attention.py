@@ -32,7 +32,7 @@ from kestrel.bench.measures.setting import (
     open_engine,
 )
 from kestrel.config import Config
-from kestrel.engine.engine import Engine, Span, StepSeconds
+from kestrel.engine.engine import Engine, Span
 from kestrel.identity import as_tokens
 from kestrel.models.fetch import resolve_model
 from kestrel.models.geometry import Geometry
@@ -178,10 +178,10 @@ class Operator:
 
 def layer_seconds(engine: Engine, table: list[int], context_tokens: int, rows: int) -> float:
     """A layer's seconds of attention in a step of the last `rows` rows of a context."""
-    before = StepSeconds(**vars(engine.seconds))
+    before = engine.seconds.attention
     tokens = as_tokens(np.arange(rows) % engine.geometry.vocab_size)
     engine.forward([Span(tokens, context_tokens - rows, table)])
-    return (engine.seconds.attention - before.attention) / engine.geometry.num_layers
+    return (engine.seconds.attention - before) / engine.geometry.num_layers
 
 
 def _session(geometry: Geometry, context_tokens: int) -> Any:

@@ -1,6 +1,7 @@
 """Answer tokens a second at several contexts, weights and KV dtypes, and the memory bandwidth of attention."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -124,13 +125,11 @@ def run(config: Config, out: Path, full: bool = False) -> Result:
 
 def step_seconds(engine: Engine, table: list[int], context_tokens: int) -> tuple[float, StepSeconds]:
     """Seconds of a step with one row behind so many tokens, and their parts."""
-    before = StepSeconds(**vars(engine.seconds))
+    before = replace(engine.seconds)
     span = Span(as_tokens(np.array([5])), context_tokens, table, 1)
     started = time.perf_counter()
     engine.forward([span])
-    seconds = time.perf_counter() - started
-    spent = {name: value - getattr(before, name) for name, value in vars(engine.seconds).items()}
-    return seconds, StepSeconds(**spent)
+    return time.perf_counter() - started, engine.seconds - before
 
 
 def _row(

@@ -1,6 +1,7 @@
 """Prompt tokens a second by length of prompt and weights, and where the time goes: matrices, attention, the head."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from kestrel.bench.measures.result import (
@@ -111,14 +112,12 @@ def run(config: Config, out: Path, full: bool = False) -> Result:
 
 def prefill_seconds(engine: Engine, table: list[int], tokens: list[int]) -> tuple[float, StepSeconds]:
     """Seconds to compute a prompt in steps of `chunk_tokens`, with the logits after its last token."""
-    before = StepSeconds(**vars(engine.seconds))
+    before = replace(engine.seconds)
     started = time.perf_counter()
     for first in range(0, len(tokens), engine.chunk_tokens):
         chunk = as_tokens(tokens[first : first + engine.chunk_tokens])
         engine.forward([Span(chunk, first, table, int(first + len(chunk) == len(tokens)))])
-    seconds = time.perf_counter() - started
-    spent = {name: value - getattr(before, name) for name, value in vars(engine.seconds).items()}
-    return seconds, StepSeconds(**spent)
+    return time.perf_counter() - started, engine.seconds - before
 
 
 def _row(

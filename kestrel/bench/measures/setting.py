@@ -135,9 +135,14 @@ def read_seconds(paths: Sequence[Path]) -> tuple[float, int]:
 
 
 def open_engine(
-    config: Config, checkpoint: Checkpoint, weights: str, kv: KvDtype, context_tokens: int
+    config: Config,
+    checkpoint: Checkpoint,
+    weights: str,
+    kv: KvDtype,
+    context_tokens: int,
+    chunk_tokens: int | None = None,
 ) -> Engine:
-    """An engine alone, with room for one context and a step."""
+    """An engine alone, with room for one context. chunk_tokens: most rows of a step, as configured if None."""
     loaded = load_weights(checkpoint, weights, Path(config.model.root) / "converted")
     geometry, size = loaded.geometry, config.cache.page_tokens
     layout = PageLayout(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, kv)
@@ -145,17 +150,22 @@ def open_engine(
         loaded,
         kv_dtype=kv,
         page_tokens=size,
-        chunk_tokens=config.engine.chunk_tokens,
+        chunk_tokens=chunk_tokens or config.engine.chunk_tokens,
         kv_ram_bytes=max(2, -(-context_tokens // size)) * layout.page_nbytes(size),
         threads=config.engine.threads,
         context_tokens=context_tokens,
     )
 
 
+def new_table(engine: Engine, num_tokens: int) -> list[int]:
+    """Pages for a sequence of `num_tokens`."""
+    return [engine.pool.allocate() for _ in range(-(-num_tokens // engine.pool.page_tokens))]
+
+
 def filled_table(engine: Engine, num_tokens: int) -> list[int]:
-    """Pages for a sequence of `num_tokens`, with numbers of the usual size: a step's time does not depend on them."""
+    """The same, with numbers of the usual size in them: a step's time does not depend on which they are."""
     random = np.random.default_rng(0)
-    table = [engine.pool.allocate() for _ in range(-(-num_tokens // engine.pool.page_tokens))]
+    table = new_table(engine, num_tokens)
     for page in table:
         for layer in range(engine.geometry.num_layers):
             for array, _ in engine.pool.layer_arrays(page, layer):

@@ -14,28 +14,10 @@ import numpy.typing as npt
 
 from kestrel.bench.records import BenchError
 from kestrel.models.checkpoint import Checkpoint
+from kestrel.models.gguf import LAYER_TENSORS, TENSORS
 
 KINDS = {"int8": "Q8_0", "int4": "Q4_0"}  # by recipe of engine.weights
 
-_NAMES = {
-    "embed": "token_embd.weight",
-    "norm": "output_norm.weight",
-    "head": "output.weight",
-    "input_norm": "attn_norm.weight",
-    "q": "attn_q.weight",
-    "k": "attn_k.weight",
-    "v": "attn_v.weight",
-    "q_bias": "attn_q.bias",
-    "k_bias": "attn_k.bias",
-    "v_bias": "attn_v.bias",
-    "q_norm": "attn_q_norm.weight",
-    "k_norm": "attn_k_norm.weight",
-    "o": "attn_output.weight",
-    "post_norm": "ffn_norm.weight",
-    "gate": "ffn_gate.weight",
-    "up": "ffn_up.weight",
-    "down": "ffn_down.weight",
-}
 _ROWS = 8192  # quantised at once
 _NORMAL, _CONTROL = 1, 3  # token types of GGUF
 
@@ -76,7 +58,7 @@ def write_twin(checkpoint: Checkpoint, recipe: str, folder: Path) -> Path:
     fine = gguf.GGMLQuantizationType.Q8_0
     for name, shape in geometry.tensor_shapes().items():
         part = name.rpartition(".")[2]
-        file_name = _NAMES[part] if part == name else f"blk.{name.split('.')[1]}.{_NAMES[part]}"
+        file_name = TENSORS[part] if part == name else f"blk.{name.split('.')[1]}.{LAYER_TENSORS[part]}"
         if len(shape) == 1:
             writer.add_tensor(file_name, checkpoint.tensor(name))
             continue
