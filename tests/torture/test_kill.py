@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 
+from kestrel.store.catalog import CATALOG_NAME
 from kestrel.store.store import Limits, Store
 from tests.store.pages import all_files, fast_folder
 from tests.torture.servers import Nursery, Server
@@ -41,6 +42,7 @@ class Arena:
         self._nursery, self._talks, self._rng = nursery, talks, random.Random(seed)
         self._server: Server | None = None
         self._over = False
+        self._has_listened = False  # any server so far: then there is a catalog
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -77,6 +79,7 @@ class Arena:
                 self.tally.killed_starting += 1
             else:
                 server.wait_for("kestrel: listening on")
+                self._has_listened = True
                 with self._changed:
                     self._server = server
                     self._changed.notify_all()
@@ -90,6 +93,8 @@ class Arena:
     def _check_store(self, thorough: bool) -> None:
         """The store opens, holds nothing but whole artifacts, and nothing was put aside."""
         root = self.folder / STORE
+        is_new = not (root / CATALOG_NAME).exists()
+        assert not (is_new and self._has_listened)
         with Store(root, Limits()) as store:
             assert [path for path in all_files(root) if path.suffix == ".tmp"] == []
             usage = store.usage()
@@ -98,7 +103,7 @@ class Arena:
                 report = store.verify()
                 assert report.damaged == () and report.orphans == 0
                 self.tally.pages_read += report.files
-            assert store.stats()["quarantined_files"] == store.stats()["made_catalogs"] == 0
+            assert store.stats()["quarantined_files"] == 0 and store.stats()["made_catalogs"] == is_new
 
     def _talk(self, seed: float) -> None:
         rng = random.Random(seed)
