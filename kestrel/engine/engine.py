@@ -98,7 +98,7 @@ class Engine:
             self.threads,
         )
         records = [self._attention.record(layer) for layer in range(geometry.num_layers)]
-        with heap_in_huge_pages(weights.nbytes * 3 // 2):  # packed int8 and int4 take 1.2 times as much
+        with heap_in_huge_pages():
             self.graphs = LayerGraphs(weights, max(chunk_tokens, numerics.MOST_LEAST_ROWS), records)
         self.numerics = numerics.measure(weights, kv_dtype, self.graphs)
         self.seconds = StepSeconds()

@@ -15,10 +15,9 @@ _POPULATE_WRITE = 23  # Linux 5.14: touch for writing
 _COLLAPSE = 25  # Linux 6.1: put what is there into huge pages
 _HUGE_PAGE = 2 << 20
 # Of glibc's mallopt.
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _LARGEST_IN_HEAP = 32 << 20  # as far as glibc raises its threshold by itself
 _MAPPINGS = 65536  # glibc's own limit
-_PAD = 128 << 10  # glibc's own
 
 
 def commit(start: int, nbytes: int) -> bool:
@@ -28,38 +27,29 @@ def commit(start: int, nbytes: int) -> bool:
 
 
 @contextmanager
-def heap_in_huge_pages(nbytes: int) -> Iterator[None]:
-    """Let what is allocated meanwhile, up to about `nbytes`, lie together in the heap, soon in huge pages.
+def heap_in_huge_pages() -> Iterator[None]:
+    """Let what is allocated meanwhile lie together in the heap, and soon in huge pages.
 
     A decode step reads every weight once: with pages of 4 KiB each 64 of those reads begin with a walk of the page
     tables, and in a virtual machine with two. SmolLM2-135M, int8: matrix products of a decode step 7.7 -> 5.7 ms.
     A thread of the lowest priority moves it there: in a virtual machine whose host has taken unused memory back, huge
     pages from the start cost 2.2 s for 900 MB instead of 0.3 s for small ones.
     """
-    libc = ctypes.CDLL(None)
     try:
-        mallopt, malloc, free, sbrk = libc.mallopt, libc.malloc, libc.free, libc.sbrk
+        mallopt, sbrk = ctypes.CDLL(None).mallopt, ctypes.CDLL(None).sbrk
     except AttributeError:  # another C library
         yield
         return
-    sbrk.restype = malloc.restype = ctypes.c_void_p
-    sbrk.argtypes, malloc.argtypes, free.argtypes = (
-        (ctypes.c_ssize_t,),
-        (ctypes.c_size_t,),
-        (ctypes.c_void_p,),
-    )
-    start = sbrk(0)
+    sbrk.restype, sbrk.argtypes = ctypes.c_void_p, (ctypes.c_ssize_t,)
+    # From the first call of mallopt on glibc fits no limit to what is freed any more: these are what it comes to.
+    mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP)
+    mallopt(_TRIM_THRESHOLD, 2 * _LARGEST_IN_HEAP)
     mallopt(_MMAP_MAX, 0)  # however large, into the heap
-    mallopt(_TOP_PAD, nbytes)  # and the heap grows by so much at once
-    free(malloc(_LARGEST_IN_HEAP))
+    start = sbrk(0)
     try:
         yield
     finally:
-        mallopt(_TOP_PAD, _PAD)
         mallopt(_MMAP_MAX, _MAPPINGS)
-        # With a first call of mallopt glibc has stopped to fit these to what is freed; this is what it comes to.
-        mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP)
-        mallopt(_TRIM_THRESHOLD, 2 * _LARGEST_IN_HEAP)
         threading.Thread(
             target=_collapse, args=(start, sbrk(0)), name="kestrel-huge-pages", daemon=True
         ).start()
