@@ -91,8 +91,11 @@ def run(config: Config, out: Path, full: bool = False) -> Result:
             f"{len(starts)} starts, {min(starts):,.0f} to {max(starts):,.0f}",
         ),
         ("Python itself", bare * 1e3, ""),
-        ("imports", (imports - bare) * 1e3, "of the server's modules, in part beside what follows"),
-        ("model, kernels, numerics, store, socket", listening - imports * 1e3, "the rest"),
+        (
+            "imports",
+            (imports - bare) * 1e3,
+            "of the server's modules; in part beside the opening of the model",
+        ),
         *((f"import {package}", seconds * 1e3, "its own modules") for package, seconds in packages),
     ]
     timed: list[Row] = [
