@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,7 +56,7 @@ class Runtime:
         self,
         config: Config,
         name: str,
-        weights: Weights,
+        engine: Engine,
         tokenizer: Tokenizer,
         chat: ChatTemplate | None,
         log: Log,
@@ -65,19 +66,9 @@ class Runtime:
         self.name = name
         self.tokenizer = tokenizer
         self.chat = chat
-        self.context_tokens = config.model.context_tokens or weights.geometry.context_tokens
+        self.context_tokens = engine.context_tokens
         self._log = log
-        self.engine = Engine(
-            weights,
-            kv_dtype=cast(KvDtype, config.engine.kv),
-            page_tokens=config.cache.page_tokens,
-            chunk_tokens=config.engine.chunk_tokens,
-            kv_ram_bytes=config.engine.kv_ram_bytes,
-            kv_touched_bytes=config.engine.kv_touched_bytes,
-            threads=config.engine.threads,
-            context_tokens=self.context_tokens,
-        )
-        weights.leave_memory()
+        self.engine = engine
         if not self.engine.numerics.exact:
             log(
                 "kestrel: NOT EXACT on this CPU: a row's result depends on the rows beside it, so a restored answer "
@@ -85,8 +76,8 @@ class Runtime:
             )
         self.identity: dict[str, Any] = {
             "format": FORMAT,
-            "model": weights.geometry.as_identity(),
-            "weights": weights.as_identity(),
+            "model": engine.geometry.as_identity(),
+            "weights": engine.weights.as_identity(),
             "kv": {"dtype": config.engine.kv},
             "numerics": {"probe": self.engine.numerics.digest, "exact": self.engine.numerics.exact},
         }
@@ -127,7 +118,10 @@ class Runtime:
         chat = checkpoint.chat_template()
         if config.model.chat_template is not None:
             chat = load_chat_template(Path(config.model.chat_template), chat)
-        return cls(config, name, weights, checkpoint.tokenizer(), chat, log)
+        with ThreadPoolExecutor(1) as beside:  # packing the weights leaves the interpreter free
+            tokenizer = beside.submit(checkpoint.tokenizer)
+            engine = _open_engine(config, weights)
+        return cls(config, name, engine, tokenizer.result(), chat, log)
 
     def _open_store(self) -> None:
         cache = self.config.cache
@@ -326,3 +320,19 @@ class Runtime:
                 f"the prompt holds {text}, a place for an image or a video; this model is run for text only, "
                 "leave such parts out"
             )
+
+
+def _open_engine(config: Config, weights: Weights) -> Engine:
+    """The engine of a runtime; the converted file is out of memory by then."""
+    engine = Engine(
+        weights,
+        kv_dtype=cast(KvDtype, config.engine.kv),
+        page_tokens=config.cache.page_tokens,
+        chunk_tokens=config.engine.chunk_tokens,
+        kv_ram_bytes=config.engine.kv_ram_bytes,
+        kv_touched_bytes=config.engine.kv_touched_bytes,
+        threads=config.engine.threads,
+        context_tokens=config.model.context_tokens,
+    )
+    weights.leave_memory()
+    return engine
