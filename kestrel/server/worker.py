@@ -51,9 +51,8 @@ class QueueLimits:
 
 
 Event = Delta | Finished
-Inbox = asyncio.Queue[
-    tuple[int, Event | Exception]
-]  # what the engine makes of a client's request, and of which answer
+# What the engine makes of a client's request, and of which of its answers.
+Inbox = asyncio.Queue[tuple[int, Event | Exception]]
 
 
 class Ticket:

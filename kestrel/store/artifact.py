@@ -27,9 +27,8 @@ from kestrel.errors import ArtifactError
 from kestrel.identity import FORMAT, Tokens, canonical_json, page_key
 from kestrel.store.layout import SAFETENSORS_DTYPES, KvDtype, PageLayout, TensorSpec, tensor_spec
 
-ALIGNMENT = (
-    4096  # where the payload starts, so that layers can be read from the disk straight into pages of memory
-)
+# Where the payload starts, so that layers can be read from the disk straight into pages of memory.
+ALIGNMENT = 4096
 EARLIER_ALIGNMENT = 64  # files written before that; they are read like any other
 LENGTH_NBYTES = 8  # the little-endian u64 in front of the JSON
 PIECE_NBYTES = 1 << 15  # read at once while somebody watches the progress
