@@ -151,6 +151,12 @@ def test_a_closed_pipe_is_quiet() -> None:
     kestrel.stderr.close()
 
 
+def is_reading_stdin(pid: int) -> bool:
+    """Whether a process waits in read(0, …): system call 0 on x86-64, 63 on aarch64."""
+    number, first, *_ = [*Path(f"/proc/{pid}/syscall").read_text().split(), ""]
+    return number in ("0", "63") and first == "0x0"
+
+
 def test_ctrl_c_exits_130_without_a_traceback(tmp_path: Path) -> None:
     kestrel = subprocess.Popen(
         [sys.executable, "-m", "kestrel", "generate", "-q"],  # waits for stdin
@@ -158,7 +164,10 @@ def test_ctrl_c_exits_130_without_a_traceback(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    time.sleep(1.5)
+    deadline = time.monotonic() + 60
+    while not is_reading_stdin(kestrel.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     kestrel.send_signal(signal.SIGINT)
     _, errors = kestrel.communicate(timeout=60)
     assert kestrel.returncode == 130
