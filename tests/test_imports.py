@@ -14,6 +14,7 @@ RANKS = {
     "errors": 0,
     "config": 1,
     "identity": 2,
+    "residency": 2,
     "models": 3,
     "store": 3,
     "prefixes": 4,

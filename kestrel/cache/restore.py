@@ -135,10 +135,7 @@ class Restore:
                 else:
                     self._note_layer(layer, nbytes)
         except _GivenUp:
-            with self._changed:
-                self.nbytes = max(self.nbytes, self._brought)
-                self.is_given_up = True
-                self._changed.notify_all()
+            pass
         except Exception as error:  # handed to join(): the step must not wait for ever
             with self._changed:
                 self.failure = error
@@ -160,7 +157,7 @@ class Restore:
                 self.timeline.ready[self._ready] = time.perf_counter() - self._started
                 self._ready += 1
                 self._changed.notify_all()
-        self._judge(self.nbytes)
+            self._judge(self.nbytes)
 
     def _note_damage(self, number: int, error: ArtifactError) -> None:
         with self._changed:
@@ -170,14 +167,21 @@ class Restore:
                 self._changed.notify_all()
 
     def _judge(self, nbytes: int) -> None:
-        if self._is_too_slow is not None and self._is_too_slow(time.perf_counter() - self._started, nbytes):
+        """End the reader once the read has got too slow; decided once, for all readers. The caller holds the lock."""
+        if self._is_too_slow is None:
+            return
+        if not self.is_given_up and self._is_too_slow(time.perf_counter() - self._started, nbytes):
+            self.nbytes = max(self.nbytes, self._brought)
+            self.is_given_up = True
+            self._changed.notify_all()
+        if self.is_given_up:
             raise _GivenUp
 
     def _judge_piece(self, nbytes: int) -> None:
         """Note a piece of a layer; once enough is read to know the disk, layers are read in one piece each."""
         with self._changed:
             self._brought += nbytes
-        self._judge(self._brought)
+            self._judge(self._brought)
         if self._brought >= TRIAL_NBYTES:
             for _, page in self._pages:
                 page.progress = None

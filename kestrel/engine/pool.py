@@ -281,7 +281,8 @@ class _Toucher:
                 while self._wanted <= done < self._num_pages:
                     self._changed.wait()
                 while (
-                    done >= self._ahead and (left := self._taken_at + _QUIET_SECONDS - time.monotonic()) > 0
+                    self._ahead <= done < self._num_pages
+                    and (left := self._taken_at + _QUIET_SECONDS - time.monotonic()) > 0
                 ):
                     self._changed.wait(left)
                 if done >= self._num_pages:

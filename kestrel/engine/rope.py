@@ -1,11 +1,9 @@
 """The rotary embedding's table: a cosine and a sine for each position and pair of numbers."""
 
 import numpy as np
-import numpy.typing as npt
 
 from kestrel.models.geometry import Geometry
-
-Floats = npt.NDArray[np.float32]
+from kestrel.models.quantisation import Floats
 
 _BLOCK = 2048  # positions worked out at a time
 

@@ -4,7 +4,6 @@ The converted file is a plain safetensors file in a folder of its own, named aft
 recipe. It is disposable: when it is missing, damaged or made by another version of the conversion, it is made again.
 """
 
-import ctypes
 import json
 import mmap
 import os
@@ -27,6 +26,7 @@ from kestrel.models.digests import DigestMemo
 from kestrel.models.geometry import Geometry
 from kestrel.models.lock import folder_lock
 from kestrel.models.quantisation import BLOCKS, Bytes, Floats, num_blocks, quantise
+from kestrel.residency import advise
 
 CONVERSION = 2  # raise it when the same checkpoint and recipe would give other bytes
 Bits = Literal[4, 8, 32]
@@ -113,10 +113,8 @@ class Weights:
 
         For when others have copies: onnxruntime, which maps the file too, packs the matrices its own way.
         """
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         for start, end in _mappings(self.file):
-            madvise(start, end - start, mmap.MADV_DONTNEED)
+            advise(start, end - start, mmap.MADV_DONTNEED)
 
     @property
     def nbytes(self) -> int:

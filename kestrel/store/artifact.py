@@ -5,7 +5,6 @@ might be wrong: it takes the few facts out of it, encodes them again and demands
 """
 
 import contextlib
-import ctypes
 import errno
 import functools
 import hashlib
@@ -25,6 +24,7 @@ import xxhash
 
 from kestrel.errors import ArtifactError
 from kestrel.identity import FORMAT, Tokens, canonical_json, page_key
+from kestrel.residency import share_present
 from kestrel.store.layout import SAFETENSORS_DTYPES, KvDtype, PageLayout, TensorSpec, tensor_spec
 
 # Where the payload starts, so that layers can be read from the disk straight into pages of memory.
@@ -286,17 +286,10 @@ def cached_share(fd: int, nbytes: int) -> float:
     """How much of the first `nbytes` of a file the page cache holds, from 0 to 1; 1 where the kernel does not say."""
     try:
         with mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ) as mapped:
-            view = np.frombuffer(mapped, np.uint8)
-            present = np.zeros(-(-nbytes // mmap.PAGESIZE), np.uint8)
-            failed = ctypes.CDLL(None).mincore(
-                ctypes.c_void_p(view.ctypes.data),
-                ctypes.c_size_t(nbytes),
-                ctypes.c_void_p(present.ctypes.data),
-            )
-            del view
-    except (OSError, ValueError, AttributeError):
+            share = share_present(np.frombuffer(mapped, np.uint8).ctypes.data, nbytes)
+    except (OSError, ValueError):
         return 1.0
-    return 1.0 if failed else float((present & 1).mean())
+    return 1.0 if share is None else share
 
 
 class OpenPage:
@@ -311,6 +304,7 @@ class OpenPage:
         self.fd = fd
         self.path = path
         self._direct_fd = -1  # the same file, read past the page cache
+        self._is_direct = False  # whether that is tried
         self.progress: Callable[[int], None] | None = None  # see read_into; may be changed at any time
         try:
             self.header, self.layout, self.tokens, self.payload_start = read_header(fd, layout)
@@ -338,14 +332,16 @@ class OpenPage:
                 self._direct_fd = os.open(
                     f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
                 )
+                self._is_direct = True
 
     def _read_into(self, view: memoryview, offset: int) -> None:
-        if self._direct_fd >= 0:
+        if self._is_direct:
             try:
                 return read_into(self._direct_fd, view, offset, self.progress)
             except ArtifactError as error:
                 if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EINVAL:
                     raise  # anything but "not aligned"
+                self._is_direct = False  # nor will the next layer be
         read_into(self.fd, view, offset, self.progress)
 
     def read_layer_into(self, layer: int, buffer: Any) -> None:
