@@ -12,7 +12,7 @@ from kestrel.errors import ArtifactError
 from kestrel.store.match import PageRef
 from kestrel.store.store import OpenPage
 
-NUM_READERS = 2  # one leaves a core idle while the step waits (8K, warm: 445 -> 408 ms)
+NUM_READERS = 4  # disks want several reads at once (8K float32, not in the page cache: 490 -> 440 ms)
 TRIAL_NBYTES = 1 << 20  # read in small pieces, to notice a slow disk early; larger ones are read faster
 
 
@@ -73,9 +73,8 @@ class Restore:
         self.failure: Exception | None = None  # a fault of a reader itself
         self._is_too_slow = is_too_slow
         self._brought = 0  # bytes read in pieces so far
-        for _, page in self._pages:
-            page.avoid_page_cache()
-            if is_too_slow is not None:
+        if is_too_slow is not None:
+            for _, page in self._pages:
                 page.progress = self._judge_piece
         self._num_reading = NUM_READERS
         self._threads = [
@@ -128,6 +127,8 @@ class Restore:
                 if layer < 0 or self.is_given_up or self.failure is not None:
                     break
                 ref, page = self._pages[number]
+                if layer == 0:
+                    page.avoid_page_cache()
                 try:
                     nbytes = read_layer(self._pool, page, ref, layer, self._table)
                 except ArtifactError as error:

@@ -6,15 +6,17 @@ They need Linux and glibc; where those know them not, nothing happens and nothin
 import ctypes
 import mmap
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kestrel.engine.priority import FOR_LATER, give_way
 from kestrel.residency import advise, share_present
 
 _POPULATE_WRITE = 23  # Linux 5.14: touch for writing
 _COLLAPSE = 25  # Linux 6.1: put what is there into huge pages
 _HUGE_PAGE = 2 << 20
+_RESTS = 3  # times as long as a piece took
+_PIECE = 1 << 20  # committed at once
 # Of glibc's mallopt.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _LARGEST_IN_HEAP = 32 << 20  # as far as glibc raises its threshold by itself
@@ -22,9 +24,13 @@ _MAPPINGS = 65536  # glibc's own limit
 
 
 def commit(start: int, nbytes: int) -> bool:
-    """Back the pages of [start, start + nbytes) with memory; False where the kernel cannot."""
+    """Back the pages of [start, start + nbytes) with memory, in pieces; False where the kernel cannot.
+
+    Nobody changes the mappings of the process while a piece is committed, and then nobody's page faults go on either.
+    """
+    end = start + nbytes
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
-    return advise(first, start + nbytes - first, _POPULATE_WRITE)
+    return all(advise(at, min(_PIECE, end - at), _POPULATE_WRITE) for at in range(first, end, _PIECE))
 
 
 @contextmanager
@@ -33,8 +39,8 @@ def heap_in_huge_pages() -> Iterator[None]:
 
     A decode step reads every weight once: with pages of 4 KiB each 64 of those reads begin with a walk of the page
     tables, and in a virtual machine with two. SmolLM2-135M, int8: matrix products of a decode step 7.7 -> 5.7 ms.
-    A thread of the lowest priority moves it there: in a virtual machine whose host has taken unused memory back, huge
-    pages from the start cost 2.2 s for 900 MB instead of 0.3 s for small ones.
+    A thread moves it there: in a virtual machine whose host has taken unused memory back, huge pages from the start
+    cost 2.2 s for 900 MB instead of 0.3 s for small ones.
     """
     try:
         libc = ctypes.CDLL(None)
@@ -58,10 +64,15 @@ def heap_in_huge_pages() -> Iterator[None]:
 
 
 def _collapse(start: int, end: int) -> None:
-    """Put what is in use of [start, end) into huge pages, piece by piece: each stops page faults shortly."""
-    give_way(FOR_LATER)
+    """Put what is in use of [start, end) into huge pages, piece by piece, with a rest after each.
+
+    While a piece is moved all page faults of the process wait. So the thread is no less urgent than others: one that
+    loses its core in the middle of a piece keeps a first request waiting until the cores are idle again.
+    """
     first = -(-start // _HUGE_PAGE) * _HUGE_PAGE
     for at in range(first, end - _HUGE_PAGE + 1, _HUGE_PAGE):
+        began = time.perf_counter()
         if (share_present(at, _HUGE_PAGE) or 0) > 0.5:  # an unused one must not take memory
             advise(at, _HUGE_PAGE, mmap.MADV_HUGEPAGE)
             advise(at, _HUGE_PAGE, _COLLAPSE)
+        time.sleep(_RESTS * (time.perf_counter() - began))

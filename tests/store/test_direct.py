@@ -11,11 +11,12 @@ import pytest
 from kestrel.bench.process import drop_from_page_cache
 from kestrel.errors import ArtifactError
 from kestrel.identity import as_tokens
+from kestrel.residency import share_present
 from kestrel.store.artifact import (
     EARLIER_ALIGNMENT,
     OpenPage,
-    cached_share,
     encode_header,
+    is_cached,
     read_header,
 )
 from kestrel.store.layout import PageLayout
@@ -43,6 +44,24 @@ def opened(path: Path) -> OpenPage:
     return OpenPage(os.open(path, os.O_RDONLY), path, LAYOUT)
 
 
+def share_in_page_cache(path: Path) -> float:
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        share = share_present(np.frombuffer(mapped, np.uint8).ctypes.data, len(mapped))
+    assert share is not None
+    return share
+
+
+def test_a_few_looks_tell_whether_a_file_is_in_the_page_cache_and_bring_little_of_it_there(
+    path: Path,
+) -> None:
+    nbytes = path.stat().st_size
+    with open(path, "rb") as file:
+        assert not is_cached(file.fileno(), nbytes)
+        assert share_in_page_cache(path) < 0.05
+        os.pread(file.fileno(), nbytes, 0)
+        assert is_cached(file.fileno(), nbytes)
+
+
 def test_layers_come_from_the_disk_into_the_buffer_and_leave_no_copy_in_the_page_cache(path: Path) -> None:
     expected = payload_of(bytes.fromhex(path.stem), NUM_TOKENS, LAYOUT)
     with opened(path) as page:
@@ -53,7 +72,7 @@ def test_layers_come_from_the_disk_into_the_buffer_and_leave_no_copy_in_the_page
             assert buffer.tobytes() == content
         if page._direct_fd < 0:
             pytest.skip("this file system has no direct reads")
-        assert cached_share(page.fd, LAYOUT.page_nbytes(NUM_TOKENS)) < 0.5
+        assert share_in_page_cache(path) < 0.5
 
 
 def test_buffers_that_are_not_aligned_are_filled_through_the_page_cache(path: Path) -> None:
