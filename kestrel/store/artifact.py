@@ -4,7 +4,6 @@ A header is a pure function of its content, so the reader does not search a foun
 might be wrong: it takes the few facts out of it, encodes them again and demands the same bytes.
 """
 
-import contextlib
 import errno
 import functools
 import hashlib
@@ -23,6 +22,7 @@ import xxhash
 
 from kestrel.errors import ArtifactError
 from kestrel.identity import FORMAT, Tokens, canonical_json, page_key
+from kestrel.store.direct import is_cached, open_direct
 from kestrel.store.layout import SAFETENSORS_DTYPES, KvDtype, PageLayout, TensorSpec, tensor_spec
 
 # Where the payload starts, so that layers can be read from the disk straight into pages of memory.
@@ -30,7 +30,6 @@ ALIGNMENT = 4096
 EARLIER_ALIGNMENT = 64  # files written before that; they are read like any other
 LENGTH_NBYTES = 8  # the little-endian u64 in front of the JSON
 PIECE_NBYTES = 1 << 15  # read at once while somebody watches the progress
-LOOKS = 4  # places at which a file is asked whether it is in the page cache
 MAX_HEADER_NBYTES = 1 << 20  # 2,000 int8 layers fit; what a hostile length field can make a reader allocate
 MAX_DIMENSION = 1 << 24  # largest count a header may name: bounds every size worked out from it
 
@@ -281,23 +280,6 @@ def check_chain(header: PageHeader, tokens: Tokens) -> None:
         raise ArtifactError("prefix_sha256 is not that of the tokens")
 
 
-def is_cached(fd: int, nbytes: int) -> bool:
-    """Whether the page cache holds most of the first `nbytes` of a file, going by a few places of it.
-
-    True where the kernel does not say. Mapping the file to ask of all its pages would wait for whoever changes this
-    process's mappings: up to 10 ms a file while a model's weights are moved to huge pages.
-    """
-    byte, num_cached = [bytearray(1)], 0
-    try:
-        for place in range(LOOKS):
-            with contextlib.suppress(BlockingIOError):
-                os.preadv(fd, byte, (2 * place + 1) * nbytes // (2 * LOOKS), os.RWF_NOWAIT)
-                num_cached += 1
-    except (OSError, AttributeError):
-        return True
-    return 2 * num_cached >= LOOKS
-
-
 class OpenPage:
     """An artifact open for reading; a context manager that closes the file.
 
@@ -333,12 +315,9 @@ class OpenPage:
         meanwhile. Where the file system cannot do without, or the buffer is not aligned, nothing changes.
         """
         nbytes = self.payload_start + self.layout.page_nbytes(self.header.num_tokens)
-        if self._direct_fd < 0 and hasattr(os, "O_DIRECT") and not is_cached(self.fd, nbytes):
-            with contextlib.suppress(OSError):
-                self._direct_fd = os.open(
-                    f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
-                )
-                self._is_direct = True
+        if self._direct_fd < 0 and not is_cached(self.fd, nbytes):
+            self._direct_fd = open_direct(self.fd, os.O_RDONLY)
+            self._is_direct = self._direct_fd >= 0
 
     def _read_into(self, view: memoryview, offset: int) -> None:
         if self._is_direct:

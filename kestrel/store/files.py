@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kestrel.errors import ArtifactError, StoreError
+from kestrel.store.direct import FileWriter
 
 TEMP_NAME = re.compile(r"\.kestrel-[0-9a-f]{16}\.tmp")
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY
@@ -49,6 +50,7 @@ class FileTree:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.writer = FileWriter()
         # Folders (device, inode) known to survive a power cut. One that merely exists may have been created by
         # a process that was killed before its fsync.
         self.durable_folders: set[tuple[int, int]] = set()
@@ -111,8 +113,7 @@ class FileTree:
             fd = os.open(temp, WRITE_FLAGS, 0o600, dir_fd=folder)
             try:
                 try:
-                    for chunk in chunks:
-                        write_all(fd, chunk)
+                    self.writer.write(fd, chunks)
                     # Data first: a name must never be on disk before what it names.
                     os.fsync(fd)
                 finally:
@@ -163,13 +164,6 @@ class FileTree:
             except (FileNotFoundError, NotADirectoryError):
                 return False
         return True
-
-
-def write_all(fd: int, chunk: Any) -> None:
-    """Write a whole buffer, however many calls that takes."""
-    view = memoryview(chunk).cast("B")
-    while len(view):
-        view = view[os.write(fd, view) :]
 
 
 def link_or_rename(folder: int, temp: str, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Promise: past the page cache or through it, a layer has the same bytes and a damaged one is noticed."""
+"""Promise: past the page cache or through it, files have the same bytes and a damaged layer is noticed."""
 
 import mmap
 import os
@@ -16,9 +16,9 @@ from kestrel.store.artifact import (
     EARLIER_ALIGNMENT,
     OpenPage,
     encode_header,
-    is_cached,
     read_header,
 )
+from kestrel.store.direct import SECTOR, TRIES, FileWriter, is_cached
 from kestrel.store.layout import PageLayout
 from tests.store.pages import NAMESPACE, open_store, payload_of, publish
 
@@ -126,3 +126,71 @@ def test_files_padded_as_earlier_versions_did_are_read_alike(path: Path) -> None
         for layer, expected in enumerate(payload_of(bytes.fromhex(path.stem), NUM_TOKENS, LAYOUT)):
             page.read_layer_into(layer, buffer)
             assert buffer.tobytes() == expected
+
+
+def pieces(*sizes: int, shift: int = 0) -> list[np.ndarray]:
+    """Neighbours of random bytes in one piece of memory that begins at a page, or `shift` bytes behind it."""
+    memory = np.frombuffer(mmap.mmap(-1, sum(sizes) + shift + mmap.PAGESIZE), np.uint8)[shift:]
+    memory[:] = np.random.default_rng(len(memory)).integers(0, 256, len(memory), np.uint8)
+    ends = np.cumsum(sizes)
+    return [memory[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+def written(path: Path, writer: FileWriter, chunks: list[np.ndarray]) -> bytes:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        writer.write(fd, chunks)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return path.read_bytes()
+
+
+LONG = 3 << 20
+
+
+@pytest.mark.parametrize(
+    "sector", [SECTOR, 64]
+)  # with 64 the kernel refuses some of what we take for aligned
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        pieces(4096, LONG, LONG, 1024),
+        pieces(100, 412, LONG, 0, LONG, 7),
+        pieces(4096, LONG + 64, LONG, 3),
+        pieces(LONG, LONG, shift=64),
+        pieces(4096, 512, 512),
+        pieces(8, LONG),
+        [],
+    ],
+    ids=["page", "mixed", "odd length", "odd memory", "short", "odd place", "empty"],
+)
+def test_a_file_holds_its_chunks_whatever_their_alignment(
+    path: Path, chunks: list[np.ndarray], sector: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kestrel.store.direct.SECTOR", sector)
+    assert written(path, FileWriter(), chunks) == b"".join(chunk.tobytes() for chunk in chunks)
+
+
+def test_long_writes_leave_no_copy_in_the_page_cache_unless_the_disk_is_slow(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kestrel.store.direct.FAST", 0.0)
+    chunks = pieces(4096, LONG, LONG)
+    other = path.with_suffix(".new")
+    writer = FileWriter()
+
+    def share() -> float:
+        fd = os.open(other, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        writer.write(fd, chunks)
+        os.fsync(fd)
+        os.close(fd)
+        return share_in_page_cache(other)
+
+    if share() > 0.5:
+        pytest.skip("this file system has no direct writes")
+    assert share() < 0.1
+    monkeypatch.setattr("kestrel.store.direct.FAST", 1e15)  # no disk is that fast
+    for _ in range(TRIES):
+        share()
+    assert share() > 0.9
