@@ -125,3 +125,7 @@ def test_the_command_line_starts_light() -> None:
 @pytest.mark.parametrize("module", ["kestrel.runtime", "kestrel.server.app", "kestrel.store.store"])
 def test_serving_loads_neither_dvc_nor_plots(module: str) -> None:
     assert not loaded_by(f"import {module}") & {"dvc", "matplotlib", "hydra", "rich"}
+
+
+def test_the_compiler_is_not_loaded_before_weights_can_be_packed_beside_it() -> None:
+    assert not loaded_by("import kestrel.runtime") & {"numba", "llvmlite", "fastapi"}

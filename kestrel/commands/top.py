@@ -5,8 +5,6 @@ import json
 import os
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -79,6 +77,9 @@ def read(url: str) -> Reading:
 
 
 def _get(url: str) -> str:
+    import urllib.error
+    import urllib.request
+
     key = os.environ.get(KEY_VARIABLE)
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:

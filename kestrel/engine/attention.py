@@ -21,7 +21,9 @@ import numpy.typing as npt
 from numba import carray, cfunc, types
 
 from kestrel.engine.compiled import compiled
+from kestrel.engine.operator import address_of
 from kestrel.engine.pool import PagePool
+from kestrel.engine.records import LAYER, STEP, Records, name_record, new_records
 from kestrel.engine.vector import (
     BLOCK,
     NEVER,
@@ -38,7 +40,7 @@ from kestrel.engine.vector import (
     scores_8,
     softmax_block,
 )
-from kestrel.engine.worker_pool import RECORD, address_of, as_pointer, call_1, call_2, take_ticket
+from kestrel.engine.worker_pool import as_pointer, call_1, call_2, take_ticket
 
 Floats = npt.NDArray[np.float32]
 
@@ -290,28 +292,7 @@ def _write_row(
                 kv[at + d] = qkv[i, value + d]
 
 
-# A layer and a step, as the compiled functions see them: words, but for the last two of a step.
-LAYER = np.dtype(
-    RECORD
-    + [(name, np.int64) for name in ("ticket", "phase", "step", "layer")]
-    + [(name, np.int64) for name in ("k_at", "ks_at", "v_at", "vs_at", "q_norm", "k_norm", "norm_size")]
-)
-STEP = np.dtype(
-    [
-        (name, np.int64)
-        for name in ("rows", "threads", "sequences", "table_size", "bounds", "starts", "tables")
-    ]
-    + [
-        (name, np.int64)
-        for name in ("places", "positions", "units", "owner", "splits", "shared", "parts", "states")
-    ]
-    + [(name, np.int64) for name in ("ready", "stopped", "clock", "seconds", "fraction", "started")]
-    + [(name, np.int64) for name in ("waited", "attended")]
-    + [(name, np.int64) for name in ("q", "heads", "kv_heads", "dim", "kv", "kv_size", "scales")]
-    + [(name, np.int64) for name in ("page_size", "page_tokens", "cosine", "sine", "half", "num_positions")]
-    + [(name, np.int64) for name in ("scratch", "scratch_size")]
-    + [("eps", np.float32), ("q_scale", np.float32)]
-)
+# A layer and a step, as the compiled functions see them.
 _TICKET = 8 * list(LAYER.fields or ()).index("ticket")
 _SECONDS = 8 * list(STEP.fields or ()).index("seconds")
 _MONOTONIC = 1  # CLOCK_MONOTONIC
@@ -499,9 +480,11 @@ class Attention:
 
     def __init__(
         self, pool: PagePool, num_heads: int, norms: Sequence[tuple[Floats, Floats]], cosine: Floats, sine: Floats,
-        eps: float, q_scale: float, max_rows: int, threads: int,
+        eps: float, q_scale: float, max_rows: int, threads: int, records: Records | None = None,
     ):  # fmt: skip
-        """norms: of each layer, the weights [dim] of q's and k's norm, or empty arrays (no norm), and eps of both.
+        """records: where to put the records, for those who name them before; None for new ones.
+
+        norms: of each layer, the weights [dim] of q's and k's norm, or empty arrays (no norm), and eps of both.
 
         cosine, sine: rotary table [positions, dim_rotated / 2]. q_scale: dim^-0.5 * LOG2E for attention as usual.
         max_rows: most rows of a step. threads: how many share a layer, as many as onnxruntime has.
@@ -525,7 +508,7 @@ class Attention:
             half=cosine.shape[1], num_positions=len(cosine), scratch=self._scratch, scratch_size=scratch_size,
             eps=np.float32(eps), q_scale=np.float32(q_scale), clock=address_of(ctypes.CDLL(None).clock_gettime),
         )  # fmt: skip
-        self._layers = np.zeros(layout.num_layers, LAYER)
+        self._layers = new_records(layout.num_layers) if records is None else records
         for layer, (q_norm, k_norm) in enumerate(norms):
             self._layers[layer] = (
                 begin.address, work.address, 0, 0, 0, num_heads * dim, 0, 0, self._step_record.ctypes.data, layer,
@@ -535,7 +518,7 @@ class Attention:
 
     def record(self, layer: int) -> npt.NDArray[np.int64]:
         """What the operator of a layer takes as its first input: int64 [1]."""
-        return np.array([self._layers[layer : layer + 1].ctypes.data], np.int64)
+        return name_record(self._layers, layer)
 
     def plan(
         self, bounds: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], tables: npt.NDArray[np.int32],

@@ -15,7 +15,7 @@ def compiled(compiler: Any = numba.njit, *signature: Any) -> Any:
     looks at the file of the function alone and would keep code of an older file that it calls.
     """
     here = Path(__file__).parent
-    names = ("attention.py", "compiled.py", "vector.py", "worker_pool.py")
+    names = ("attention.py", "compiled.py", "records.py", "vector.py", "worker_pool.py")
     sources = b"".join((here / name).read_bytes() for name in names)
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = home / "kestrel" / f"kernels-{hashlib.sha256(sources).hexdigest()[:12]}"

@@ -8,16 +8,17 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
 from kestrel.engine import numerics
-from kestrel.engine.attention import LOG2E, Attention
 from kestrel.engine.layers import Floats, LayerGraphs, share_resources
 from kestrel.engine.memory import heap_in_huge_pages
 from kestrel.engine.pool import PagePool
+from kestrel.engine.records import name_record, new_records
 from kestrel.engine.rope import RopeTable
 from kestrel.errors import RequestError
 from kestrel.identity import Tokens
@@ -81,25 +82,32 @@ class Engine:
         share_resources(self.threads)
         layout = PageLayout(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, kv_dtype)
         self.pool = PagePool(layout, page_tokens, kv_ram_bytes, min(kv_touched_bytes, kv_ram_bytes))
-        no_norm = np.zeros(0, np.float32)
-        self._rope = RopeTable(geometry, self.context_tokens)
-        self._attention = Attention(
-            self.pool,
-            geometry.num_heads,
-            [
-                (no_norm if w.q_norm is None else w.q_norm, no_norm if w.k_norm is None else w.k_norm)
-                for w in weights.layers
-            ],
-            self._rope.cosine,
-            self._rope.sine,
-            geometry.norm_eps,
-            geometry.head_dim**-0.5 * LOG2E,
-            chunk_tokens,
-            self.threads,
-        )
-        records = [self._attention.record(layer) for layer in range(geometry.num_layers)]
-        with heap_in_huge_pages():
-            self.graphs = LayerGraphs(weights, max(chunk_tokens, numerics.MOST_LEAST_ROWS), records)
+        records = new_records(geometry.num_layers)
+        most_rows = max(chunk_tokens, numerics.MOST_LEAST_ROWS)
+        names = [name_record(records, layer) for layer in range(geometry.num_layers)]
+        # Packing the weights leaves the interpreter free for the rest.
+        with heap_in_huge_pages(), ThreadPoolExecutor(1) as beside:
+            graphs = beside.submit(LayerGraphs, weights, most_rows, names, self.threads)
+            from kestrel.engine.attention import LOG2E, Attention  # brings a compiler
+
+            no_norm = np.zeros(0, np.float32)
+            self._rope = RopeTable(geometry, self.context_tokens)
+            self._attention = Attention(
+                self.pool,
+                geometry.num_heads,
+                [
+                    (no_norm if w.q_norm is None else w.q_norm, no_norm if w.k_norm is None else w.k_norm)
+                    for w in weights.layers
+                ],
+                self._rope.cosine,
+                self._rope.sine,
+                geometry.norm_eps,
+                geometry.head_dim**-0.5 * LOG2E,
+                chunk_tokens,
+                self.threads,
+                records,
+            )
+            self.graphs = graphs.result()
         self.numerics = numerics.measure(weights, kv_dtype, self.graphs)
         self.seconds = StepSeconds()
 

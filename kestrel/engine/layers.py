@@ -1,4 +1,4 @@
-"""The model as onnxruntime graphs: all layers in one, with Kestrel's attention as an operator between the products.
+"""The model as onnxruntime graphs: all layers in two, with Kestrel's attention as an operator between the products.
 
 The last layer ends in a graph of its own, with the final norm and the head, for the rows whose logits are wanted.
 With a mixture of experts there is a graph for each layer, and the end of a layer is cut out of it: which experts run
@@ -8,6 +8,7 @@ onnxruntime reads the weights from the converted file itself and keeps its packe
 
 import functools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from kestrel.engine import worker_pool
+from kestrel.engine import operator
 from kestrel.errors import RequestError
 from kestrel.models.geometry import Experts, Geometry
 from kestrel.models.quantisation import BLOCKS
@@ -28,12 +29,13 @@ Floats = npt.NDArray[np.float32]
 # the 6144 experts of Qwen3-30B-A3B would cost 4.3 GB.
 _EXPERTS_PER_GRAPH = 4
 _CONTRIB = "com.microsoft"  # onnxruntime's own operators
+_MOST_AT_ONCE = 2  # graphs built; each holds what it is packing in memory twice for a moment
 _BOUND_ROW_COUNTS = 32  # row counts whose bindings are kept: decode steps of a few sequences, full chunks
 
 
 @functools.cache
 def share_resources(threads: int) -> None:
-    """Give all graphs of this process one thread pool and one memory arena; call before the first is built.
+    """Give all graphs of this process one thread pool, one arena and the operator; call before the first is built.
 
     onnxruntime takes the size once: a process cannot change it afterwards, and later sizes are errors.
     """
@@ -43,6 +45,10 @@ def share_resources(threads: int) -> None:
     memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
     # Grow by what is asked for: the default doubles.
     ort.create_and_register_allocator(memory, ort.OrtArenaCfg({"arena_extend_strategy": 1}))
+    # The first graph that brings an operator enters its domain into a table that all others read, unlocked: two first
+    # ones at once crash now and then.
+    graph = Graph()
+    graph.session({"x": 1}, {graph.node("Identity", ["x"], ["y"]): 1})
 
 
 class Graph:
@@ -123,7 +129,7 @@ class Graph:
     def attention(self, qkv: str, record: npt.NDArray[np.int64], name: str) -> str:
         """Attention of projected rows, which are also stored; record: that of the layer, from engine/attention.py."""
         return self.node(
-            worker_pool.NAME, [self.weight(f"{name}.record", record), qkv], [name], domain=worker_pool.DOMAIN
+            operator.NAME, [self.weight(f"{name}.record", record), qkv], [name], domain=operator.DOMAIN
         )
 
     def choose(self, scores: str, experts: Experts) -> tuple[str, str]:
@@ -181,7 +187,7 @@ class Graph:
             graph,
             opset_imports=[
                 helper.make_opsetid(domain, version)
-                for domain, version in (("", 21), (_CONTRIB, 1), (worker_pool.DOMAIN, 1))
+                for domain, version in (("", 21), (_CONTRIB, 1), (operator.DOMAIN, 1))
             ],
             ir_version=10,
         )
@@ -190,7 +196,7 @@ class Graph:
         options.log_severity_level = 3
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.add_session_config_entry("session.use_env_allocators", "1")
-        worker_pool.register(options)
+        operator.register(options)
         options.add_external_initializers(list(in_memory), list(in_memory.values()))
         for folder in folders:
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
@@ -232,15 +238,20 @@ def projection(graph: Graph, weights: LayerWeights, hidden: str, name: str = "")
 def _layers_session(
     weights: Weights, layers: range, records: Sequence[npt.NDArray[np.int64]]
 ) -> ort.InferenceSession:
-    """From what enters the first layer (the sum; behind experts, also what they add) to the last one's attention."""
+    """From what the layers before leave to the attention of the last of `layers`, and the sum it does not hold yet.
+
+    That is the sum and the attention of the layer before; behind experts the sum and what they add.
+    """
     geometry = weights.geometry
     graph = Graph()
-    residual, x = "residual", ""
+    residual, x, attended = "residual", "", ""
     inputs = {residual: geometry.hidden_size}
-    if layers[0]:
+    if layers[0] and geometry.experts is not None:
         x = "mixed"
         inputs[x] = geometry.hidden_size
-    attended = ""
+    elif layers[0]:
+        attended = "attended"
+        inputs[attended] = geometry.num_heads * geometry.head_dim
     for layer in layers:
         held, name = weights.layers[layer], f"{layer}."
         if attended:
@@ -262,8 +273,25 @@ def _layers_session(
     return graph.session(inputs, outputs)
 
 
-def _head_session(weights: Weights) -> ort.InferenceSession:
-    """The end of the last layer, the final norm and the head."""
+def _parts(weights: Weights) -> list[range]:
+    """The layers of each graph: those of half the weights and the others, so that two builders are done together.
+
+    With experts, each layer. Every graph costs a step some 20 us.
+    """
+    every = range(weights.geometry.num_layers)
+    if weights.geometry.experts is not None:
+        return [every[layer : layer + 1] for layer in every]
+    nbytes = [
+        sum(linear.nbytes for linear in (w.qkv, w.o, w.mlps[0].gate_up, w.mlps[0].down))
+        for w in weights.layers
+    ]
+    half = (sum(nbytes) + weights.head.nbytes) / 2
+    cut = next((layer + 1 for layer in every if sum(nbytes[: layer + 1]) >= half), len(every))
+    return [part for part in (every[:cut], every[cut:]) if part]
+
+
+def head_session(weights: Weights, num_outputs: int | None = None) -> ort.InferenceSession:
+    """The end of the last layer, the final norm and the head, or the last `num_outputs` of the head's outputs."""
     geometry = weights.geometry
     graph = Graph()
     inputs = {"residual": geometry.hidden_size}
@@ -275,7 +303,8 @@ def _head_session(weights: Weights) -> ort.InferenceSession:
         inputs["mixed"] = geometry.hidden_size
         residual, x = "residual", "mixed"
     hidden = graph.add_norm(residual, x, weights.norm, "norm", geometry.norm_eps, "")
-    return graph.session(inputs, {graph.linear(hidden, weights.head, "head"): weights.head.out_features})
+    head = weights.head if num_outputs is None else weights.head.last_outputs(num_outputs)
+    return graph.session(inputs, {graph.linear(hidden, head, "head"): head.out_features})
 
 
 class ExpertLayer:
@@ -339,24 +368,35 @@ class LayerGraphs:
     Buffers hold `max_rows` rows; a step uses the first n.
     """
 
-    def __init__(self, weights: Weights, max_rows: int, records: Sequence[npt.NDArray[np.int64]]):
-        """records: what each layer's attention operator takes, see engine/attention.py."""
+    def __init__(
+        self, weights: Weights, max_rows: int, records: Sequence[npt.NDArray[np.int64]], threads: int = 1
+    ):
+        """records: what each layer's attention operator takes, see engine/attention.py.
+
+        threads: how many graphs are built at once; onnxruntime packs the weights of one on a single core.
+        """
         geometry = weights.geometry
         self.geometry = geometry
         self.weights = weights
         self.max_rows = max_rows
         self._residuals = [np.zeros((max_rows, geometry.hidden_size), np.float32) for _ in range(2)]
-        self._attended: Floats = np.zeros((max_rows, geometry.num_heads * geometry.head_dim), np.float32)
+        width = geometry.num_heads * geometry.head_dim
+        self._attended: list[Floats] = [np.zeros((max_rows, width), np.float32) for _ in range(2)]
         self._mixed: Floats = np.zeros((max_rows, geometry.hidden_size), np.float32)
-        every = range(geometry.num_layers)
-        parts = [every] if geometry.experts is None else [every[layer : layer + 1] for layer in every]
-        self._sessions = [_layers_session(weights, layers, records) for layers in parts]
-        self._head = _head_session(weights)
-        self._expert_layers: list[ExpertLayer] = []
-        if geometry.experts is not None:
-            self._expert_layers = [ExpertLayer(layer, geometry) for layer in weights.layers]
+        with ThreadPoolExecutor(min(threads, _MOST_AT_ONCE)) as builders:
+            sessions = [builders.submit(_layers_session, weights, part, records) for part in _parts(weights)]
+            head = builders.submit(head_session, weights)
+            experts = [
+                builders.submit(ExpertLayer, layer, geometry)
+                for layer in weights.layers
+                if geometry.experts is not None
+            ]
+        self._sessions = [session.result() for session in sessions]
+        self._head = head.result()
+        self._expert_layers = [layer.result() for layer in experts]
         self.least_expert_rows = 1  # set by numerics.least_rows
         # A graph may not write where it still reads, so the sum goes from one buffer to the other: numbers of buffers.
+        # So does attention, from graph to graph.
         self._sources = [0]
         for session in self._sessions:
             moved = len(session.get_outputs()) == 2
@@ -372,10 +412,14 @@ class LayerGraphs:
     def _last_residual(self) -> Floats:
         return self._residuals[self._sources[-1]]
 
+    @property
+    def _last_attended(self) -> Floats:
+        return self._attended[len(self._sessions) % 2]
+
     def fill_last(self, residual: Floats, attended: Floats) -> None:
         """Put rows where `logits` reads them, as if the layers before had left them there."""
         self._last_residual[: len(residual)] = residual
-        self._attended[: len(attended)] = attended
+        self._last_attended[: len(attended)] = attended
 
     def run(self, rows: int) -> None:
         """Run all layers on the first `rows` rows of `residual`, up to the attention of the last one."""
@@ -385,19 +429,20 @@ class LayerGraphs:
                 self._bindings.pop(next(iter(self._bindings)))
             bindings = self._bindings[rows] = [self._bind(i, rows) for i in range(len(self._sessions))]
         for i, session in enumerate(self._sessions):
-            if i:
+            if i and self._expert_layers:
                 self._expert_layers[i - 1].run(
                     self._residuals[self._sources[i]][:rows],
-                    self._attended[:rows],
+                    self._attended[i % 2][:rows],
                     self._mixed[:rows],
                     self.least_expert_rows,
                 )
             session.run_with_iobinding(bindings[i])
 
-    def logits(self, picked: Sequence[int], least: int) -> Floats:
+    def logits(self, picked: Sequence[int], least: int, head: ort.InferenceSession | None = None) -> Floats:
         """End the model for the picked rows only: float32 [len(picked), vocab_size].
 
-        least: rows the graph is run with at least (rows of zeros are added), see numerics.least_rows.
+        least: rows the graph is run with at least (rows of zeros are added), see numerics.least_rows. head: a
+        `head_session` to end it with instead of the whole one.
         """
         rows = np.asarray(picked, np.int64)
         short = max(0, least - len(rows))
@@ -405,14 +450,14 @@ class LayerGraphs:
             name: np.pad(buffer[rows], ((0, short), (0, 0)))
             for name, buffer in (
                 ("residual", self._last_residual),
-                ("attended", self._attended),
+                ("attended", self._last_attended),
             )
         }
         if self._expert_layers:
             feeds["mixed"] = np.empty_like(feeds["residual"])
             self._expert_layers[-1].run(**feeds, least=self.least_expert_rows)
             del feeds["attended"]
-        result: Floats = self._head.run(None, feeds)[0]
+        result: Floats = (head or self._head).run(None, feeds)[0]
         return result[: len(rows)]
 
     def _bind(self, number: int, rows: int) -> Any:
@@ -420,9 +465,11 @@ class LayerGraphs:
         binding = session.io_binding()
         source, target = (self._residuals[self._sources[i]] for i in (number, number + 1))
         for item in session.get_inputs():
-            buffer = source if item.name == "residual" else self._mixed
+            buffer = {"residual": source, "mixed": self._mixed, "attended": self._attended[number % 2]}[
+                item.name
+            ]
             binding.bind_input(item.name, "cpu", 0, np.float32, (rows, buffer.shape[1]), buffer.ctypes.data)
         for item in session.get_outputs():
-            buffer = self._attended if item.name.endswith("attended") else target
+            buffer = self._attended[(number + 1) % 2] if item.name.endswith("attended") else target
             binding.bind_output(item.name, "cpu", 0, np.float32, (rows, buffer.shape[1]), buffer.ctypes.data)
         return binding

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kestrel.engine.attention import Attention
-from kestrel.engine.layers import Floats, Graph, LayerGraphs, projection
+from kestrel.engine.layers import Floats, Graph, LayerGraphs, head_session, projection
 from kestrel.engine.pool import PagePool
 from kestrel.engine.rope import rope_table
 from kestrel.models.geometry import Experts, Geometry
@@ -23,8 +22,9 @@ from kestrel.models.weights import Linear, Weights
 from kestrel.store.layout import KvDtype, PageLayout
 
 MOST_LEAST_ROWS = 8  # the most rows a step is ever padded to
-# First row and number of rows that are run apart from the rest. Each reads the whole head: 20 ms of a 0.6B model.
+# First row and number of rows that are run apart from the rest.
 _COMPANIES = ((0, 1), (17, 1), (5, 2), (17, 3), (0, 4), (17, 5), (9, 8), (17, 13))
+_HEAD_OUTPUTS = 4096  # that are run; all of a vocabulary of 150,000 take 20 ms a time
 _PROBE_COLUMNS = 96  # outputs computed per operator: enough to fill and overflow any kernel's tile
 _PROBE_POSITIONS = 1024
 
@@ -52,8 +52,8 @@ def measure(weights: Weights, kv_dtype: KvDtype, graphs: LayerGraphs) -> Numeric
 def least_rows(graphs: LayerGraphs) -> int | None:
     """Fewest rows (1, 2, 4 or 8) from which on the graphs give every row the same bits in any company; None if none.
 
-    Runs a projection and the end of the real model with fixed inputs. Experts meet few of a step's rows, so they
-    are padded too: graphs.least_expert_rows is left at the number found.
+    Runs a projection and the end of the real model, with part of its head, on fixed inputs. Experts meet few of a
+    step's rows, so they are padded too: graphs.least_expert_rows is left at the number found.
     """
     geometry = graphs.geometry
     held = graphs.weights.layers[min(1, geometry.num_layers - 1)]
@@ -67,10 +67,12 @@ def least_rows(graphs: LayerGraphs) -> int | None:
     qkv = projection(graph, held, hidden)
     session = graph.session({"residual": geometry.hidden_size}, {qkv: held.qkv.out_features})
 
+    head = head_session(graphs.weights, _HEAD_OUTPUTS)
+
     def run(first: int, rows: int) -> list[npt.NDArray[Any]]:
         residual, attended = (x[first : first + rows] for x in inputs)
         graphs.fill_last(residual, attended)
-        return [session.run(None, {"residual": residual})[0], graphs.logits(range(rows), rows)]
+        return [session.run(None, {"residual": residual})[0], graphs.logits(range(rows), rows, head)]
 
     def differs(first: int, rows: int) -> bool:
         return any(
@@ -138,6 +140,8 @@ def _probe_router(experts: Experts) -> list[npt.NDArray[Any]]:
 
 def _probe_attention(geometry: Geometry, kv_dtype: KvDtype) -> list[npt.NDArray[Any]]:
     """Keys and values of 600 positions written to pages, and the attention of the last 5 over them."""
+    from kestrel.engine.attention import Attention
+
     heads = geometry.num_heads // geometry.num_kv_heads
     dim, rows = geometry.head_dim, 600  # past one split of keys
     pool = PagePool(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kestrel.engine.memory import commit
+from kestrel.engine.memory import commit, forbid_huge_pages
 from kestrel.engine.priority import FOR_LATER, give_way
 from kestrel.errors import CapacityError, ConfigError
 from kestrel.identity import Tokens, page_key
@@ -57,6 +57,7 @@ class PagePool:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._memory = mmap.mmap(-1, self.num_pages * self.page_nbytes, flags)
         self._bytes = np.frombuffer(self._memory, np.uint8)
+        forbid_huge_pages(self._bytes.ctypes.data, self._bytes.nbytes)
         self.scales: npt.NDArray[np.float32] = self._bytes.view(np.float32)
         self.kv: npt.NDArray[Any] = self.scales if layout.kv_dtype == "float32" else self._bytes.view(np.int8)
         self.quantised = layout.kv_dtype == "int8"

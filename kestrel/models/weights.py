@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,6 +58,13 @@ class Linear:
     def nbytes(self) -> int:
         """Bytes read when every number is used once."""
         return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def last_outputs(self, count: int) -> "Linear":
+        """The matrix of the last `count` outputs; of all, if there are no more."""
+        count = min(count, self.out_features)
+        if self.scales is None:
+            return replace(self, out_features=count, values=np.ascontiguousarray(self.values[:, -count:]))
+        return replace(self, out_features=count, values=self.values[-count:], scales=self.scales[-count:])
 
 
 @dataclass(frozen=True)

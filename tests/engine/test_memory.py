@@ -13,6 +13,7 @@ from tests.engine.conftest import EngineOf
 PROGRAM = """
 import re, sys
 from pathlib import Path
+from kestrel.engine import attention
 from kestrel.engine.engine import Engine
 from kestrel.models.checkpoint import open_checkpoint
 from kestrel.models.geometry import Geometry, Rope

@@ -57,9 +57,9 @@ def test_kernels_that_need_company_are_padded_and_kernels_that_never_agree_are_n
         def __getattr__(self, name: str) -> object:
             return getattr(graphs, name)
 
-        def logits(self, picked: range, least: int) -> np.ndarray:
+        def logits(self, picked: range, least: int, head: object) -> np.ndarray:
             skew = np.float32(len(picked) if len(picked) < self.fair else 0)
-            return graphs.logits(picked, least) + skew * np.float32(1e-3)
+            return graphs.logits(picked, least, head) + skew * np.float32(1e-3)
 
     assert numerics.least_rows(Crooked(1)) == 1  # type: ignore[arg-type]
     assert numerics.least_rows(Crooked(2)) == 2  # type: ignore[arg-type]
