@@ -14,6 +14,7 @@ from kestrel.residency import advise, share_present
 
 _POPULATE_WRITE = 23  # Linux 5.14: touch for writing
 _COLLAPSE = 25  # Linux 6.1: put what is there into huge pages
+_SMALL_PAGES = 15  # never make huge ones of it
 _HUGE_PAGE = 2 << 20
 # Of glibc's mallopt.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
@@ -66,7 +67,7 @@ def heap_in_huge_pages() -> Iterator[None]:
 
 def forbid_huge_pages(start: int, nbytes: int) -> None:
     """Leave [start, start + nbytes) in small pages, so that no memory is in use but what was touched."""
-    advise(start, nbytes, mmap.MADV_NOHUGEPAGE)
+    advise(start, nbytes, _SMALL_PAGES)
 
 
 def _collapse() -> None:

@@ -102,9 +102,8 @@ def _describe(api: int) -> _CustomOp:
     op.get_num_inputs = constant(2, pointer)
     op.get_output_type = constant(_FLOAT, pointer, word)
     op.get_num_outputs = constant(1, pointer)
-    op.destroy = address_of(
-        ctypes.CDLL(None).labs
-    )  # does nothing: what a kernel holds lives as long as the process
+    # A function without effect: what a kernel holds lives as long as the process.
+    op.destroy = address_of(ctypes.CDLL(None).labs)
     op.get_input_kind = constant(0, pointer, word)
     op.get_output_kind = constant(0, pointer, word)
     return op

@@ -45,6 +45,7 @@ PREFILLS = (512, *CONTEXTS)
 DECODES = (128, *CONTEXTS)
 ANSWER_TOKENS = 33  # the first comes with the prefill
 ORDER = ("prefill", "decode", "restart")
+LEFT, DROPPED = STATES = ("files as they were left", "page cache dropped")
 ROOM = 64  # tokens kept free behind the longest prompt
 PREFILL_BOUNDS = {512: 1.3, CONTEXTS[0]: 1.3, CONTEXTS[1]: 1.2}
 COLUMNS = (
@@ -89,7 +90,7 @@ class KestrelServer:
 
 
 def run(config: Config, out: Path, full: bool = False) -> Result:
-    """The configured weights; prefill at 512 and 2K, decode at 128 and 2K, restart at 2K with warm page cache.
+    """The configured weights; prefill at 512 and 2K, decode at 128 and 2K, restart at 2K.
 
     Full: int8 and int4 weights, 8K too, the restart with the page cache dropped too. BenchError without xllamacpp.
     """
@@ -121,7 +122,7 @@ def run(config: Config, out: Path, full: bool = False) -> Result:
         prompts = Prompts(checkpoint.geometry.vocab_size)
         times = _speeds(variant, twin, out, prompts, prefills, decodes)
         for tokens in restarts:
-            for state in ("dropped", "warm") if full else ("warm",):
+            for state in STATES if full else STATES[:1]:
                 times |= _restarts(variant, twin, out, prompts, tokens, state)
         rows += _rows(times, weights)
     version = importlib.metadata.version("xllamacpp")
@@ -153,6 +154,7 @@ def run(config: Config, out: Path, full: bool = False) -> Result:
                 "decode: each server's own seconds from the first to the last token of an answer",
                 "restart: a new process; restoring plus the answer of one token to a prompt with "
                 f"{TAIL_TOKENS} new tokens, by the client's clock (TTFT)",
+                "files as they were left: llama.cpp's in the page cache, Kestrel's past it where the disk is fast",
                 "ratio: speeds Kestrel / llama.cpp, times Kestrel / llama.cpp",
                 "int8 is Q8_0, int4 is Q4_0 with a Q8_0 embedding: the same blocks from the same file",
             ),
@@ -199,13 +201,17 @@ def _speeds(
                     prompt = prompts(tokens)
                     milliseconds, _ = each.complete(prompt, 1)
                     if tokens in prefills:
-                        times.setdefault(("prefill", tokens, name), []).append(tokens / milliseconds * 1e3)
-                    if (
-                        tokens in decodes
-                    ):  # the same prompt: both find it in memory, and only its answer is timed
+                        _note(times, "prefill", tokens, name, tokens / milliseconds * 1e3, "tok/s")
+                    if tokens in decodes:  # the same prompt: both find it in memory, only its answer is timed
                         _, stats = each.complete(prompt, ANSWER_TOKENS)
-                        times.setdefault(("decode", tokens, name), []).append(_decode_rate(stats))
+                        _note(times, "decode", tokens, name, _decode_rate(stats), "tok/s")
     return times
+
+
+def _note(times: Times, what: str, tokens: int, name: str, value: float, unit: str) -> None:
+    """Keep a measurement, and show it: all of them together take long."""
+    times.setdefault((what, tokens, name), []).append(value)
+    log_line(f"peer: {what}, {tokens:,} tokens, {name}: {value:,.1f} {unit}")
 
 
 def _decode_rate(stats: dict[str, Any]) -> float:
@@ -218,9 +224,9 @@ def _decode_rate(stats: dict[str, Any]) -> float:
 
 def _restarts(config: Config, twin: Path, out: Path, prompts: Prompts, tokens: int, state: str) -> Times:
     """TTFT after a restart: a session saved once by each variant, then new processes in turns."""
-    log_line(f"peer: {config.engine.weights} weights, restart at {tokens} tokens, page cache {state}")
+    log_line(f"peer: {config.engine.weights} weights, restart at {tokens} tokens, {state}")
     prefix = prompts(tokens)
-    key = f"restart, page cache {state}"
+    key = f"restart, {state}"
     times: Times = {}
     stores = {kv: out / "stores" / kv for kv in ("float32", "int8")}
     kestrels = {
@@ -244,23 +250,23 @@ def _restarts(config: Config, twin: Path, out: Path, prompts: Prompts, tokens: i
         for kv, variant in kestrels.items():
             with KestrelServer(variant, out / "kestrel-restart.log") as server:
                 server.complete(prompts(WARM_UP_TOKENS), 2)
-                if state == "dropped":
+                if state == DROPPED:
                     drop_from_page_cache(artifact_paths(stores[kv]))
                 milliseconds, stats = server.complete(prefix + prompts(TAIL_TOKENS), 1)
                 if stats["restored_tokens"] != tokens:
                     raise BenchError(f"expected {tokens} tokens restored, found {stats}")
-                times.setdefault((key, tokens, f"kestrel {kv} KV"), []).append(milliseconds)
+                _note(times, key, tokens, f"kestrel {kv} KV", milliseconds, "ms")
                 server.stop()
         for slot, flags in zip(slots, peers, strict=True):
             with LlamaServer(flags, out / "llamacpp-restart.log") as peer:
                 peer.complete(prompts(WARM_UP_TOKENS), 2)
-                if state == "dropped":
+                if state == DROPPED:
                     drop_from_page_cache([slot / SLOT_FILE])
                 restoring = peer.restore()
                 milliseconds, timings = peer.complete(prefix + prompts(TAIL_TOKENS), 1)
                 if timings["prompt_n"] > TAIL_TOKENS + 1:
                     raise BenchError(f"llama.cpp computed {timings['prompt_n']} tokens after its restore")
-                times.setdefault((key, tokens, f"llama {flags.name}"), []).append(restoring + milliseconds)
+                _note(times, key, tokens, f"llama {flags.name}", restoring + milliseconds, "ms")
     shutil.rmtree(out / "stores")
     return times
 
