@@ -163,6 +163,8 @@ def test_ctrl_c_exits_130_without_a_traceback(tmp_path: Path) -> None:
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # Background jobs of a shell ignore it, and what they start does too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
     while not is_reading_stdin(kestrel.pid):

@@ -108,7 +108,7 @@ class Engine:
                 records,
             )
             self.graphs = graphs.result()
-        self.numerics = numerics.measure(weights, kv_dtype, self.graphs)
+            self.numerics = numerics.measure(weights, kv_dtype, self.graphs)
         self.seconds = StepSeconds()
 
     def forward(self, spans: Sequence[Span], layer_ready: Callable[[int], None] | None = None) -> Floats:

@@ -62,6 +62,8 @@ def heap_in_huge_pages() -> Iterator[None]:
         yield
     finally:
         _mallopt(_MMAP_MAX, _MAPPINGS)
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+            trim(0)  # what was in use for a while, between what stays
         threading.Thread(target=_collapse, name="kestrel-huge-pages", daemon=True).start()
 
 
