@@ -18,6 +18,7 @@ from kestrel.engine import numerics
 from kestrel.engine.layers import Floats, LayerGraphs, share_resources
 from kestrel.engine.memory import heap_in_huge_pages
 from kestrel.engine.pool import PagePool
+from kestrel.engine.priority import Activity
 from kestrel.engine.records import name_record, new_records
 from kestrel.engine.rope import RopeTable
 from kestrel.errors import RequestError
@@ -79,6 +80,7 @@ class Engine:
         self.context_tokens = context_tokens or geometry.context_tokens
         self.chunk_tokens = chunk_tokens
         self.threads = min(threads or _num_cores(), _num_cores())
+        self._activity = Activity()
         share_resources(self.threads)
         layout = PageLayout(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, kv_dtype)
         self.pool = PagePool(layout, page_tokens, kv_ram_bytes, min(kv_touched_bytes, kv_ram_bytes))
@@ -86,7 +88,7 @@ class Engine:
         most_rows = max(chunk_tokens, numerics.MOST_LEAST_ROWS)
         names = [name_record(records, layer) for layer in range(geometry.num_layers)]
         # Packing the weights leaves the interpreter free for the rest.
-        with heap_in_huge_pages(), ThreadPoolExecutor(1) as beside:
+        with heap_in_huge_pages(self._activity), ThreadPoolExecutor(1) as beside:
             graphs = beside.submit(LayerGraphs, weights, most_rows, names, self.threads)
             from kestrel.engine.attention import LOG2E, Attention  # brings a compiler
 
@@ -124,6 +126,13 @@ class Engine:
         end = max(span.start + len(span.tokens) for span in spans)
         if end > self.context_tokens:
             raise RequestError(f"a sequence may hold {self.context_tokens} tokens")
+        with self._activity:
+            return self._compute(spans, rows, end, layer_ready)
+
+    def _compute(
+        self, spans: Sequence[Span], rows: int, end: int, layer_ready: Callable[[int], None] | None
+    ) -> Floats:
+        """A step of `rows` rows up to position `end`, see `forward`."""
         graphs, clock = self.graphs, time.perf_counter
         step = _Step(spans, self.pool.page_tokens)
         padded = max(rows, self.numerics.least_rows)

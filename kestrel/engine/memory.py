@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from kestrel.engine.priority import Activity
 from kestrel.residency import advise, share_present
 
 _POPULATE_WRITE = 23  # Linux 5.14: touch for writing
@@ -21,6 +22,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 _LARGEST_IN_HEAP = 32 << 20  # as far as glibc raises its threshold by itself
 _MAPPINGS = 65536  # glibc's own limit
 _RESTS = 1  # times as long as a piece took
+_PATIENCE_SECONDS = 10.0  # that requests may keep weights from being moved
 _PIECE = 1 << 20  # committed at once
 
 
@@ -45,8 +47,10 @@ _mallopt(_ARENA_MAX, 1)
 
 
 @contextmanager
-def heap_in_huge_pages() -> Iterator[None]:
+def heap_in_huge_pages(activity: Activity) -> Iterator[None]:
     """Let what is allocated meanwhile lie together in the heap, and what there is by then soon in huge pages.
+
+    activity: of those who compute with it; moving it there waits for them.
 
     A decode step reads every weight once: with pages of 4 KiB each 64 of those reads begin with a walk of the page
     tables, and in a virtual machine with two. SmolLM2-135M, int8: matrix products of a decode step 7.7 -> 5.7 ms.
@@ -64,7 +68,7 @@ def heap_in_huge_pages() -> Iterator[None]:
         _mallopt(_MMAP_MAX, _MAPPINGS)
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
             trim(0)  # what was in use for a while, between what stays
-        threading.Thread(target=_collapse, name="kestrel-huge-pages", daemon=True).start()
+        threading.Thread(target=_collapse, args=(activity,), name="kestrel-huge-pages", daemon=True).start()
 
 
 def forbid_huge_pages(start: int, nbytes: int) -> None:
@@ -72,15 +76,19 @@ def forbid_huge_pages(start: int, nbytes: int) -> None:
     advise(start, nbytes, _SMALL_PAGES)
 
 
-def _collapse() -> None:
+def _collapse(activity: Activity) -> None:
     """Put this process's anonymous memory into huge pages, piece by piece, with a rest after each.
 
     While a piece is moved all page faults of the process wait. So the thread is no less urgent than others: one that
-    loses its core in the middle of a piece keeps a first request waiting until the cores are idle again.
+    loses its core in the middle of a piece keeps a first request waiting until the cores are idle again. It leaves
+    requests alone instead, unless they never end.
     """
+    deadline = time.monotonic() + _PATIENCE_SECONDS
     for start, end in _anonymous_areas():
         first = -(-start // _HUGE_PAGE) * _HUGE_PAGE
         for at in range(first, end - _HUGE_PAGE + 1, _HUGE_PAGE):
+            while activity.is_busy and time.monotonic() < deadline:
+                time.sleep(0.02)
             began = time.perf_counter()
             if (share_present(at, _HUGE_PAGE) or 0) > 0.5:  # an unused one must not take memory
                 advise(at, _HUGE_PAGE, _COLLAPSE)

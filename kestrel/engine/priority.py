@@ -2,9 +2,30 @@
 
 import os
 import threading
+import time
 
 FOR_LATER = 19  # nobody waits for it: done when a core is free
 BEHIND_ANSWERS = 10  # must keep up with prompts, but an answer comes first
+_STEPS_APART_SECONDS = 0.1  # at most, while somebody waits for an answer
+
+
+class Activity:
+    """Whether an engine computes, for threads that leave it alone: a context manager around each of its steps."""
+
+    def __init__(self) -> None:
+        self._is_stepping = False
+        self._ended = 0.0  # time.monotonic() of the last step's end
+
+    def __enter__(self) -> None:
+        self._is_stepping = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_stepping, self._ended = False, time.monotonic()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step runs, or another one is likely to follow the last."""
+        return self._is_stepping or time.monotonic() - self._ended < _STEPS_APART_SECONDS
 
 
 def give_way(niceness: int) -> None:
