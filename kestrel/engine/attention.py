@@ -482,12 +482,11 @@ class Attention:
         self, pool: PagePool, num_heads: int, norms: Sequence[tuple[Floats, Floats]], cosine: Floats, sine: Floats,
         eps: float, q_scale: float, max_rows: int, threads: int, records: Records | None = None,
     ):  # fmt: skip
-        """records: where to put the records, for those who name them before; None for new ones.
-
-        norms: of each layer, the weights [dim] of q's and k's norm, or empty arrays (no norm), and eps of both.
+        """norms: of each layer, the weights [dim] of q's and k's norm, or empty arrays (no norm), and eps of both.
 
         cosine, sine: rotary table [positions, dim_rotated / 2]. q_scale: dim^-0.5 * LOG2E for attention as usual.
-        max_rows: most rows of a step. threads: how many share a layer, as many as onnxruntime has.
+        max_rows: most rows of a step. threads: how many share a layer, as many as onnxruntime has. records: where
+        to put the records, for those who have named them before; None for new ones.
         """
         layout = pool.layout
         dim, kv_heads = layout.head_dim, layout.num_kv_heads

@@ -127,7 +127,7 @@ class Graph:
         return self.linear(self.swiglu(gate_up, name), weights.down, f"{name}down")
 
     def attention(self, qkv: str, record: npt.NDArray[np.int64], name: str) -> str:
-        """Attention of projected rows, which are also stored; record: that of the layer, from engine/attention.py."""
+        """Attention of projected rows, which are also stored; record: that of the layer, as `name_record` names it."""
         return self.node(
             operator.NAME, [self.weight(f"{name}.record", record), qkv], [name], domain=operator.DOMAIN
         )
@@ -371,7 +371,7 @@ class LayerGraphs:
     def __init__(
         self, weights: Weights, max_rows: int, records: Sequence[npt.NDArray[np.int64]], threads: int = 1
     ):
-        """records: what each layer's attention operator takes, see engine/attention.py.
+        """records: what each layer's attention operator takes, see engine/records.py.
 
         threads: how many graphs are built at once; onnxruntime packs the weights of one on a single core.
         """
@@ -464,10 +464,9 @@ class LayerGraphs:
         session = self._sessions[number]
         binding = session.io_binding()
         source, target = (self._residuals[self._sources[i]] for i in (number, number + 1))
+        buffers = {"residual": source, "mixed": self._mixed, "attended": self._attended[number % 2]}
         for item in session.get_inputs():
-            buffer = {"residual": source, "mixed": self._mixed, "attended": self._attended[number % 2]}[
-                item.name
-            ]
+            buffer = buffers[item.name]
             binding.bind_input(item.name, "cpu", 0, np.float32, (rows, buffer.shape[1]), buffer.ctypes.data)
         for item in session.get_outputs():
             buffer = self._attended[(number + 1) % 2] if item.name.endswith("attended") else target

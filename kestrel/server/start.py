@@ -22,7 +22,6 @@ def serve(config: Config, log: Log = log_to_stderr) -> None:
 
     Raises KestrelError for a taken port or an unusable model, ConfigError for an address that needs API keys.
     """
-    gc.disable()  # what is made on the way stays: searching it for garbage took 5 % of a start
     journal = Journal(log, config.server.log_format)
     keys = KeyWatch(
         config.server.api_keys_file,
@@ -32,6 +31,7 @@ def serve(config: Config, log: Log = log_to_stderr) -> None:
     check_address(config.server.host, keys.current())
     _say_who_may_enter(keys.current(), config, journal)
     bound = bind(config.server.host, config.server.port)
+    gc.disable()  # what is made on the way stays: searching it for garbage took 5 % of a start
     # Packing the weights leaves the interpreter free for a while: long enough for the web framework.
     Thread(target=import_module, args=("kestrel.server.app",), daemon=True).start()
     try:
@@ -50,6 +50,7 @@ def serve(config: Config, log: Log = log_to_stderr) -> None:
             runtime.close()
         journal.line("kestrel: stopped")
     finally:
+        gc.enable()  # also where it did not come to listening
         bound.close()
 
 

@@ -15,9 +15,7 @@ import numpy as np
 
 SECTOR = 512  # direct reads and writes begin and end on multiples of it, on disk and in memory
 LOOKS = 4  # places at which a file is asked whether it is in the page cache
-LEAST_NBYTES = (
-    1 << 20
-)  # written past the page cache: less costs little either way, and tells little about the disk
+LEAST_NBYTES = 1 << 20  # written past the page cache: less costs little, and says little of the disk
 FAST = 300e6  # bytes a second; memory cards and eMMC are slower, disks are faster
 TRIES = 8  # writes before a disk is called slow: one alone may have waited for a core
 

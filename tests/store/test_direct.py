@@ -149,9 +149,7 @@ def written(path: Path, writer: FileWriter, chunks: list[np.ndarray]) -> bytes:
 LONG = 3 << 20
 
 
-@pytest.mark.parametrize(
-    "sector", [SECTOR, 64]
-)  # with 64 the kernel refuses some of what we take for aligned
+@pytest.mark.parametrize("sector", [SECTOR, 64])  # of 64 the kernel refuses some
 @pytest.mark.parametrize(
     "chunks",
     [
