@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -74,42 +75,58 @@ class Sampler:
     def pick(self, logits: Floats, seen: Sequence[int]) -> tuple[int, TokenLogprob | None]:
         """Choose the token that follows `seen` (prompt and answer so far) from float32 logits [vocab_size]."""
         sampling = self.sampling
-        scores = logits.astype(np.float64)
+        scores: npt.NDArray[np.floating[Any]] = logits
         if sampling.repetition_penalty != 1.0:
+            scores = scores.astype(np.float64)
             used = np.unique(np.asarray(seen, np.int64))
             values = scores[used]
             scores[used] = np.where(
                 values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty
             )
         if sampling.presence_penalty or sampling.frequency_penalty:
+            scores = scores.astype(np.float64)
             answered, counts = np.unique(np.asarray(seen[self._num_prompt :], np.int64), return_counts=True)
             scores[answered] -= sampling.presence_penalty + sampling.frequency_penalty * counts
-        if sampling.temperature == 0:
-            token = int(np.argmax(scores))
-        else:
-            token = self._draw(scores / sampling.temperature, len(seen))
+        token = int(np.argmax(scores)) if sampling.temperature == 0 else self._draw(scores, len(seen))
         if sampling.logprobs is None:
             return token, None
         return token, logprob_of(logits, token, sampling.logprobs)
 
-    def _draw(self, scores: npt.NDArray[np.float64], position: int) -> int:
+    def _draw(self, scores: npt.NDArray[np.floating[Any]], position: int) -> int:
         sampling = self.sampling
-        ids = np.arange(len(scores))
-        if 0 < sampling.top_k < len(scores):
-            cut = np.partition(scores, -sampling.top_k)[-sampling.top_k]
-            ids = ids[scores >= cut]
-        order = np.argsort(-scores[ids], kind="stable")  # ties by id
-        ids = ids[order][: sampling.top_k or None]
-        weights = np.exp(scores[ids] - scores[ids[0]])
-        weights = weights[weights >= sampling.min_p]
-        cumulative = np.cumsum(weights)
+        weights = np.divide(scores, sampling.temperature, dtype=np.float64)
+        weights -= weights.max()
+        np.exp(weights, out=weights)
+        ids = _largest(weights, sampling.top_k) if sampling.top_k else np.arange(len(weights))
+        ids = ids[weights[ids] >= sampling.min_p]
         if sampling.top_p < 1:
-            keep = int(np.searchsorted(cumulative, sampling.top_p * cumulative[-1])) + 1
-            cumulative = cumulative[:keep]
+            ids = ids[_nucleus(weights[ids], sampling.top_p)]
+        cumulative = np.cumsum(weights[ids])
         random = np.random.Generator(np.random.Philox(key=self._seed, counter=position)).random()
-        return int(
-            ids[min(np.searchsorted(cumulative, random * cumulative[-1], side="right"), len(cumulative) - 1)]
-        )
+        return int(ids[min(np.searchsorted(cumulative, random * cumulative[-1], side="right"), len(ids) - 1)])
+
+
+def _largest(values: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
+    """Places of the `count` largest values (all if there are fewer), largest first, equals in order of place."""
+    if count >= len(values):
+        return np.argsort(-values, kind="stable")
+    places = np.flatnonzero(values >= np.partition(values, -count)[-count])  # more where there are ties
+    return places[np.argsort(-values[places], kind="stable")][:count]
+
+
+def _nucleus(weights: npt.NDArray[np.float64], share: float) -> npt.NDArray[np.int64]:
+    """Places of the fewest weights that make up `share` of their sum, largest first, equals in order of place.
+
+    Most often a few hundred do: sorting all of a vocabulary takes as long as a small model's step.
+    """
+    wanted = share * weights.sum()
+    count = 256
+    while True:
+        places = _largest(weights, count)
+        sums = np.cumsum(weights[places])
+        if sums[-1] >= wanted or count >= len(weights):
+            return places[: np.searchsorted(sums, wanted) + 1]
+        count *= 16
 
 
 def logprob_of(logits: Floats, token: int, count: int) -> TokenLogprob:
@@ -117,9 +134,5 @@ def logprob_of(logits: Floats, token: int, count: int) -> TokenLogprob:
     scores = logits.astype(np.float64)
     top = scores.max()
     scores -= top + np.log(np.exp(scores - top).sum())
-    best = np.zeros(0, np.int64)
-    if count:
-        count = min(count, len(scores))
-        likely = np.flatnonzero(scores >= np.partition(scores, -count)[-count])  # more where there are ties
-        best = likely[np.argsort(-scores[likely], kind="stable")][:count]
+    best = _largest(scores, count) if count else ()
     return TokenLogprob(token, float(scores[token]), tuple((int(i), float(scores[i])) for i in best))

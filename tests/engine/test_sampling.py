@@ -39,6 +39,23 @@ def test_filters_keep_exactly_the_tokens_they_name(sampling: Sampling, allowed: 
     assert set(np.flatnonzero(drawn(sampling))) == allowed
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.01, 3.0])  # all equal, nearly flat, peaked as a model's
+@pytest.mark.parametrize("top_k, top_p", [(0, 0.9), (0, 0.05), (500, 0.9), (500, 1.0), (9_000, 0.5)])
+def test_filters_of_a_large_vocabulary_are_those_of_a_full_sort(
+    spread: float, top_k: int, top_p: float
+) -> None:
+    logits = (np.random.default_rng(0).standard_normal(6_000).round(2) * spread).astype(np.float32)
+    order = np.argsort(-logits, kind="stable")[: top_k or None]
+    weights = np.exp(logits[order].astype(np.float64))
+    kept = order[: np.searchsorted(np.cumsum(weights), top_p * weights.sum()) + 1]
+    sampler = Sampler(Sampling(temperature=1, seed=3, top_k=top_k, top_p=top_p))
+    found = [sampler.pick(logits, np.zeros(n, np.int32))[0] for n in range(1, 600)]
+    assert set(found) <= set(kept.tolist())
+    half = kept[: (len(kept) + 1) // 2]
+    expected = weights[: len(half)].sum() / weights[: len(kept)].sum()
+    assert abs(np.mean(np.isin(found, half)) - expected) < 0.08
+
+
 def test_a_seed_fixes_every_position_whatever_was_drawn_before() -> None:
     a, b = Sampler(Sampling(temperature=1, seed=-7)), Sampler(Sampling(temperature=1, seed=-7))
     positions = [np.zeros(n, np.int32) for n in range(1, 60)]
