@@ -33,7 +33,7 @@ class SaveReport:
     """What has been written for one request so far; filled in by the writer thread."""
 
     bytes_written: int = 0
-    written: list[bytes] = field(default_factory=list)  # keys of the pages
+    pages_written: int = 0
     dropped_at: int | None = (
         None  # first position that is not saved; what follows it is out of reach, so not either
     )
@@ -52,6 +52,7 @@ class PageSave:
     tokens: Tokens
     prefix_sha256: str
     report: SaveReport = field(repr=False)
+    ttl_seconds: float | None = None  # it leaves when it is unused for so long
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class RequestEnd:
     scope: Scope  # of the last page
     key: bytes
     report: SaveReport
-    keeping: Keeping
+    pin: bool  # it is not evicted
 
 
 class Writer:
@@ -82,7 +83,7 @@ class Writer:
         self._store = store
         self._pool = pool
         self._log = log
-        self._queue: queue.Queue[PageSave | RequestEnd | None] = queue.Queue()
+        self._queue: queue.Queue[PageSave | RequestEnd | threading.Event | None] = queue.Queue()
         self._room = threading.Semaphore(queue_pages)
         self._dropped_at: int | None = None  # num_dropped when the store began to fail; None while it works
         self._failed_tokens = 0  # of the longest page that could not be saved since
@@ -112,8 +113,11 @@ class Writer:
         return self._queue.unfinished_tasks
 
     def drain(self) -> None:
-        """Wait until everything queued so far is written."""
-        self._queue.join()
+        """Wait until everything queued so far is written, whatever is queued meanwhile."""
+        reached = threading.Event()
+        self._queue.put(reached)
+        while not reached.wait(1.0) and self._thread.is_alive():
+            pass  # at the end of the process there may be nobody left to reach it
 
     def close(self) -> None:
         """Write what is queued, then end the thread."""
@@ -127,7 +131,9 @@ class Writer:
             try:
                 if item is None:
                     return
-                if isinstance(item, RequestEnd):
+                if isinstance(item, threading.Event):
+                    item.set()
+                elif isinstance(item, RequestEnd):
                     self._report(item)
                 else:
                     self._write(item)
@@ -152,10 +158,11 @@ class Writer:
                 save.tokens,
                 save.prefix_sha256,
                 cut_page(self._pool, save.page, len(save.tokens)),
+                save.ttl_seconds,
             )
             if written:
                 save.report.bytes_written += written
-                save.report.written.append(save.key)
+                save.report.pages_written += 1
                 self.bytes_written += written
             self._store.remove_covered(save.scope.namespace, save.parent, save.tokens)
             # A page that was there already says nothing about whether writing works, and a small one little.
@@ -191,7 +198,8 @@ class Writer:
         return self._store.covers(save.scope.namespace, save.parent, save.tokens)
 
     def _report(self, end: RequestEnd) -> None:
-        self._keep(end)
+        if end.pin:
+            self._pin(end)
         if end.report.is_store_failing:
             return  # which was said
         if end.report.dropped_at is not None:
@@ -199,19 +207,15 @@ class Writer:
                 f"[KV-DISK] saved {end.report.dropped_at} of {end.num_tokens} tokens only, the disk is too slow: "
                 "raise cache.save_queue_pages if this happens often"
             )
-        elif end.report.written and self._dropped_at is None:
+        elif end.report.pages_written and self._dropped_at is None:
             path = self._store.page_path(end.scope.namespace.digest, end.key)
             self._log(f"[KV-DISK] saved {end.num_tokens}-token KV -> {path}")
 
-    def _keep(self, end: RequestEnd) -> None:
-        """Pin what the request wants pinned, and limit the life of what it wrote."""
-        keeping, problem = end.keeping, ""
+    def _pin(self, end: RequestEnd) -> None:
+        """Pin what the request wants pinned."""
         try:
-            if keeping.pin and not self._store.pin([end.key]):
-                problem = "its last page is not in the store"
-            if keeping.ttl_seconds is not None:
-                self._store.expire(end.report.written, keeping.ttl_seconds)
+            problem = None if self._store.pin([end.key]) else "its last page is not in the store"
         except StoreError as error:
             problem = str(error)
-        if problem:
-            self._log(f"[KV-DISK] {end.num_tokens} tokens are not kept as the request wants: {problem}")
+        if problem is not None:
+            self._log(f"[KV-DISK] {end.num_tokens} tokens are not pinned: {problem}")

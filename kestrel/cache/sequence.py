@@ -564,7 +564,10 @@ class CachedSequence:
         writer = self._cache.writer
         if writer is None or not self._keeping.persist or (limit is not None and first + len(tokens) > limit):
             return
-        if writer.submit(PageSave(page, scope, key, parent, first, tokens, digest, self.saves)):
+        save = PageSave(
+            page, scope, key, parent, first, tokens, digest, self.saves, self._keeping.ttl_seconds
+        )
+        if writer.submit(save):
             self._stored.add(key)
 
     def _save_rest(self) -> None:
@@ -591,4 +594,6 @@ class CachedSequence:
         self.last_key = key
         if self._cache.writer is not None and self._keeping.persist:
             scope = self._course.scope_of((self._computed - 1) // size)
-            self._cache.writer.end_request(RequestEnd(self._computed, scope, key, self.saves, self._keeping))
+            self._cache.writer.end_request(
+                RequestEnd(self._computed, scope, key, self.saves, self._keeping.pin)
+            )

@@ -4,7 +4,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from kestrel.engine.sampling import TokenLogprob
 from kestrel.models.tokenizer import Tokenizer
@@ -80,6 +80,7 @@ class Answer(ABC):
     """An answer under construction. Each choice of a streamed one is `opening`, `piece` by delta, `closing`."""
 
     id_prefix: str
+    chunk_type: type[Chunk]
 
     def __init__(self, runtime: Runtime) -> None:
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
@@ -100,9 +101,19 @@ class Answer(ABC):
     def closing(self, index: int, finish_reason: FinishReason) -> list[Chunk]:
         """What is left of a choice; the last chunk says why it ended."""
 
-    @abstractmethod
     def numbers(self) -> Chunk:
         """A chunk without choices, which OpenAI's include_usage puts last to carry the usage."""
+        chunk: Chunk = self._chunk()
+        return chunk
+
+    def _chunk(self, *choices: Any) -> Any:
+        return self.chunk_type(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            system_fingerprint=self.fingerprint,
+            choices=list(choices),
+        )
 
     @abstractmethod
     def whole(
@@ -130,6 +141,7 @@ class CompletionAnswer(Answer):
     """
 
     id_prefix = "cmpl"
+    chunk_type = wire.Completion
 
     def __init__(
         self, runtime: Runtime, num_choices: int, echoed: str, with_logprobs: bool, scored: Sequence[int]
@@ -156,9 +168,6 @@ class CompletionAnswer(Answer):
     def closing(self, index: int, finish_reason: FinishReason) -> list[Chunk]:
         return [self._chunk(wire.CompletionChoice(index=index, text="", finish_reason=finish_reason))]
 
-    def numbers(self) -> wire.Completion:
-        return self._chunk()
-
     def whole(
         self,
         choices: Sequence[tuple[Sequence[Delta], FinishReason]],
@@ -174,16 +183,8 @@ class CompletionAnswer(Answer):
             )
             for index, (deltas, finish_reason) in enumerate(choices)
         ]
-        return self._chunk(*built).model_copy(update={"usage": counts, "kestrel": stats})
-
-    def _chunk(self, *choices: wire.CompletionChoice) -> wire.Completion:
-        return wire.Completion(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            system_fingerprint=self.fingerprint,
-            choices=list(choices),
-        )
+        whole: wire.Completion = self._chunk(*built)
+        return whole.model_copy(update={"usage": counts, "kestrel": stats})
 
     def _first_logprobs(self) -> wire.CompletionLogprobs:
         """What the log probabilities begin with: of a prompt's first token there are none."""
@@ -242,6 +243,7 @@ class ChatAnswer(Answer):
     """The assistant's next message in a conversation. with_tools: calls of tools are told apart from text."""
 
     id_prefix = "chatcmpl"
+    chunk_type = wire.ChatCompletionChunk
 
     def __init__(self, runtime: Runtime, num_choices: int, with_logprobs: bool, with_tools: bool) -> None:
         super().__init__(runtime)
@@ -271,9 +273,6 @@ class ChatAnswer(Answer):
             reason = _reason(finish_reason, self._readers[index].num_calls)
         choice = wire.ChatChunkChoice(index=index, delta=wire.ChatDelta(), finish_reason=reason)
         return [*chunks, self._chunk(choice)]
-
-    def numbers(self) -> wire.ChatCompletionChunk:
-        return self._chunk()
 
     def whole(
         self,
@@ -324,16 +323,10 @@ class ChatAnswer(Answer):
     def _delta_chunk(
         self, index: int, delta: wire.ChatDelta, logprobs: wire.ChatLogprobs | None = None
     ) -> wire.ChatCompletionChunk:
-        return self._chunk(wire.ChatChunkChoice(index=index, delta=delta, logprobs=logprobs))
-
-    def _chunk(self, *choices: wire.ChatChunkChoice) -> wire.ChatCompletionChunk:
-        return wire.ChatCompletionChunk(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            system_fingerprint=self.fingerprint,
-            choices=list(choices),
+        chunk: wire.ChatCompletionChunk = self._chunk(
+            wire.ChatChunkChoice(index=index, delta=delta, logprobs=logprobs)
         )
+        return chunk
 
     def _logprobs(self, deltas: Sequence[Delta]) -> wire.ChatLogprobs | None:
         if not self._with_logprobs:

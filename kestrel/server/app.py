@@ -74,7 +74,7 @@ def create_app(runtime: Runtime, config: Config, journal: Journal, keys: KeyWatc
         max_per_key=server.max_running_per_key if needs_key else None,
     )
     worker = EngineWorker(runtime, limits, journal, warm_steps(to_warm, runtime, config, journal.line))
-    site = Site(runtime, config, worker, journal, prefixes, time.time())
+    site = Site(runtime, config, worker, prefixes, time.time())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -124,6 +124,7 @@ def _add_status_routes(app: FastAPI, site: Site) -> None:
     """What machines ask every few seconds, and the page for people."""
     runtime, worker = site.runtime, site.worker
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", tags=["Kestrel"])
     async def ready(response: Response) -> wire.Ready:
         """Whether requests are taken (503 when not); for everybody."""
@@ -131,6 +132,7 @@ def _add_status_routes(app: FastAPI, site: Site) -> None:
             response.status_code = 503
         return wire.Ready(ready=not worker.closing)
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", tags=["Kestrel"])
     def health(response: Response) -> wire.Health:
         """Whether requests are taken (503 when not), and what the server and the store hold."""
@@ -162,6 +164,7 @@ def _add_status_routes(app: FastAPI, site: Site) -> None:
         text = worker.totals.expose(runtime, worker.num_running, worker.num_waiting)
         return PlainTextResponse(text, media_type=METRICS_TYPE)
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:
         return FileResponse(PAGE, media_type="text/html")

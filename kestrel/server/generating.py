@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response, StreamingResponse
 from starlette.background import BackgroundTask
 
@@ -118,7 +119,9 @@ def generating_routes(site: Site) -> APIRouter:
     async def tokenize(body: wire.TokenizeRequest) -> wire.Tokenized:
         """The token ids of a text, or of a conversation as the chat route would see it."""
         if body.prompt is not None:
-            tokens = runtime.tokenizer.encode(body.prompt, add_special=body.add_special_tokens)
+            tokens = await run_in_threadpool(
+                runtime.tokenizer.encode, body.prompt, add_special=body.add_special_tokens
+            )
         else:
             tokens = await site.tokens_of_chat(body)
         return wire.Tokenized(tokens=tokens, count=len(tokens), context_tokens=runtime.context_tokens)

@@ -19,6 +19,8 @@ from kestrel.errors import (
 from kestrel.server import wire
 from kestrel.server.worker import EngineFailure, ShuttingDown
 
+MOST_DESCRIBED = 10  # faults of one body
+
 
 class UnknownModel(KestrelError):
     """A request names a model that is not served (HTTP 404)."""
@@ -98,10 +100,12 @@ def install_handlers(app: FastAPI, retry_after: Callable[[], int]) -> None:
 
 
 def _describe_invalid(errors: Sequence[Any]) -> wire.ErrorAnswer:
-    """One message for all that is wrong with a body; `param` and `code` speak of the first."""
-    found = [(*_field_and_message(error), error["type"]) for error in errors]
+    """One message for what is wrong with a body; `param` and `code` speak of the first."""
+    found = [(*_field_and_message(error), error["type"]) for error in errors[:MOST_DESCRIBED]]
     param, _, kind = found[0]
     message = "; ".join(text if not name or name in text else f"{name}: {text}" for name, text, _ in found)
+    if len(errors) > len(found):
+        message += f"; and {len(errors) - len(found):,} more"
     code = {"json_invalid": "invalid_json", "missing": "missing_field", "extra_forbidden": "unknown_field"}
     code["unsupported"] = "unsupported_field"
     return _body(message, "invalid_request_error", code.get(kind, "invalid_value"), param or None)

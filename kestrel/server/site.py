@@ -10,7 +10,6 @@ from kestrel.config import Config
 from kestrel.errors import PromptTooLong, RequestError
 from kestrel.runtime import Runtime
 from kestrel.server import wire
-from kestrel.server.journal import Journal
 from kestrel.server.keys import Caller
 from kestrel.server.timelimit import run_limited
 from kestrel.server.warming import NamedPrefix
@@ -26,7 +25,6 @@ class Site:
     runtime: Runtime
     config: Config
     worker: EngineWorker
-    journal: Journal
     prefixes: list[NamedPrefix]
     started_at: float  # seconds since the epoch
 

@@ -82,14 +82,15 @@ def _longest_overlap(text: str, tag: str) -> int:
 def _parse(text: str) -> ToolCall | None:
     try:
         call = json.loads(text)
-    except ValueError:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return None
+        name, arguments = call["name"], call.get("arguments", {})
+        if not isinstance(arguments, str):  # some models write the object as text
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        f"{name}{arguments}".encode()
+    except (ValueError, RecursionError):  # no JSON, half of a surrogate pair, or endless brackets
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    if isinstance(arguments, str):  # some models write the object as text
-        return ToolCall(call["name"], arguments)
-    return ToolCall(call["name"], json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(name, arguments)
 
 
 def split_answer(texts: Sequence[str]) -> tuple[str, list[ToolCall]]:

@@ -22,6 +22,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MAX_LOGPROBS = 20  # alternatives listed for each token, OpenAI's bound
+MAX_FIELDS = 100  # of an object with fixed fields; more are refused before each of them is
 
 
 def is_none(value: object) -> bool:
@@ -92,10 +93,21 @@ def _stop_strings(value: object) -> object:
     return stops
 
 
-class StreamOptions(BaseModel):
-    """What a streamed answer carries besides text."""
+class Strict(BaseModel):
+    """What clients send: no field is converted, none that is unknown is taken."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_number_of_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise invalid(f"an object with {len(value)} fields is none that Kestrel knows")
+        return value
+
+
+class StreamOptions(Strict):
+    """What a streamed answer carries besides text."""
 
     include_usage: bool = False
     include_obfuscation: Ignored = None
@@ -112,10 +124,8 @@ def _template_variables(value: dict[str, Any]) -> dict[str, Any]:
 TemplateVariables = Annotated[dict[str, Any], AfterValidator(_template_variables)]
 
 
-class KestrelOptions(BaseModel):
+class KestrelOptions(Strict):
     """What becomes of the KV this request computes."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     persist: bool = Field(default=True, description="false: it is never written to disk by this request.")
     ttl_s: float | None = Field(
@@ -136,10 +146,8 @@ class KestrelOptions(BaseModel):
         return self
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(Strict):
     """What both kinds of request share: how to sample, when to stop, whether to stream."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     model: Text | None = Field(
         default=None, description="The served model's name; left out, it is the only one there is."
@@ -274,30 +282,29 @@ def _content(value: object) -> object:
     return check_text("".join(texts))
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(Strict):
     """A function's name and its arguments, a JSON object as text."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     name: Text
     arguments: Text
+    # OpenAI's client puts what it made of `arguments` here, and sends it back with the message.
+    parsed_arguments: Ignored = Field(default=None, exclude=True)
 
 
-class ToolCall(BaseModel):
+class ToolCall(Strict):
     """One call of a function, asked for by the model."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     id: Text
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: Ignored = Field(default=None, exclude=True)  # sent back by who has put it together from a stream
 
     def for_template(self) -> dict[str, Any]:
         """The call as chat templates expect it: arguments are an object, where they are one."""
         arguments: Any = self.function.arguments
         try:
             parsed = json.loads(self.function.arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             parsed = None
         if isinstance(parsed, dict):
             arguments = parsed
@@ -308,20 +315,21 @@ class ToolCall(BaseModel):
         }
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Strict):
     """One message of a conversation. `developer` is OpenAI's newer word for `system` and means the same."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         str | None, BeforeValidator(_content, json_schema_input_type=str | list[TextPart] | None)
     ] = None
-    tool_calls: list[ToolCall] | None = Field(default=None, description="What an assistant asked for.")
+    tool_calls: list[ToolCall] | None = Field(
+        default=None, fail_fast=True, description="What an assistant asked for."
+    )
     tool_call_id: Text | None = Field(default=None, description="Which call a tool's message answers.")
     name: Text | None = Field(default=None, description="Handed to the chat template.")
 
-    # An assistant message sent back as it was received carries these, empty.
+    # An assistant message sent back as it was received carries these: the first says nothing new, the others are empty.
+    parsed: Ignored = None
     refusal: Annotated[Any, Unsupported()] = None
     audio: Annotated[Any, Unsupported()] = None
     function_call: Annotated[Any, Unsupported()] = None
@@ -352,10 +360,8 @@ class ChatMessage(BaseModel):
         return message
 
 
-class Function(BaseModel):
+class Function(Strict):
     """A function the model may ask for; `parameters` is a JSON schema."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     name: Text
     description: Text | None = None
@@ -363,10 +369,8 @@ class Function(BaseModel):
     strict: Annotated[Any, Unsupported(False)] = None
 
 
-class Tool(BaseModel):
+class Tool(Strict):
     """A tool the model may ask for."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     type: Literal["function"]
     function: Function
@@ -379,7 +383,8 @@ class Tool(BaseModel):
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    # Of many that are wrong only the first is described: a million numbers would be a million errors.
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(
         default=None, ge=1, description="OpenAI's newer name of max_tokens."
     )
@@ -390,7 +395,9 @@ class ChatRequest(GenerationRequest):
     )
 
     tools: list[Tool] | None = Field(
-        default=None, description="Handed to the chat template; calls in the answer become `tool_calls`."
+        default=None,
+        fail_fast=True,
+        description="Handed to the chat template; calls in the answer become `tool_calls`.",
     )
     tool_choice: Annotated[Any, Unsupported("auto", "none")] = None
     parallel_tool_calls: Annotated[Any, Unsupported(True)] = None
@@ -641,18 +648,13 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
-class TokenizeRequest(BaseModel):
-    """POST /v1/tokenize: a text, or a conversation as /v1/chat/completions would see it."""
+class PromptOrMessages(Strict):
+    """A prompt, or a conversation as /v1/chat/completions would see it."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-    prompt: Text | None = None
-    messages: list[ChatMessage] | None = Field(default=None, min_length=1)
-    tools: list[Tool] | None = None
+    prompt: Any = None
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1, fail_fast=True)
+    tools: list[Tool] | None = Field(default=None, fail_fast=True)
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
-    add_special_tokens: bool = Field(
-        default=True, description="Of a prompt: begin with what the model expects."
-    )
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -661,6 +663,15 @@ class TokenizeRequest(BaseModel):
         if self.tools is not None and self.messages is None:
             raise invalid("tools need messages")
         return self
+
+
+class TokenizeRequest(PromptOrMessages):
+    """POST /v1/tokenize: a text, or a conversation."""
+
+    prompt: Text | None = None
+    add_special_tokens: bool = Field(
+        default=True, description="Of a prompt: begin with what the model expects."
+    )
 
 
 class Tokenized(BaseModel):
@@ -671,10 +682,8 @@ class Tokenized(BaseModel):
     context_tokens: int
 
 
-class FindRequest(BaseModel):
+class FindRequest(PromptOrMessages):
     """POST /v1/kv/find: a prompt (text or token ids), or a conversation."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     prompt: Annotated[
         str | list[int] | None,
@@ -683,17 +692,6 @@ class FindRequest(BaseModel):
             json_schema_input_type=str | list[int] | None,
         ),
     ] = None
-    messages: list[ChatMessage] | None = Field(default=None, min_length=1)
-    tools: list[Tool] | None = None
-    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _check_together(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
-            raise invalid("exactly one of prompt and messages is needed")
-        if self.tools is not None and self.messages is None:
-            raise invalid("tools need messages")
-        return self
 
 
 class FoundPage(BaseModel):
@@ -750,10 +748,8 @@ class Changed(BaseModel):
     kept: int = 0
 
 
-class PageRequest(BaseModel):
+class PageRequest(Strict):
     """Names a page. For /v1/kv/purge: `kestrel.key` of the session's latest answer."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     key: str = Field(pattern=r"^[0-9a-f]{32}$")
 

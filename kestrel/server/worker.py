@@ -10,7 +10,6 @@ import asyncio
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -72,8 +71,8 @@ class Ticket:
         self.generation: Generation | None = None  # while it runs
         self.found: tuple[int, int] | None = None  # tokens in memory and on disk when it first came up
         self._cancelled = threading.Event()
-        self._loop = asyncio.get_running_loop()
-        self._index = index
+        self.loop = asyncio.get_running_loop()
+        self.index = index
         self.inbox = inbox  # shared with the other answers to the request
 
     @property
@@ -92,10 +91,28 @@ class Ticket:
 
     def hand_over(self, event: Event | Exception) -> None:
         """Make `event` the next one read. May be called from any thread; nothing happens if the reader is gone."""
+        _hand_over([(self, event)])
+
+
+def _hand_over(events: Sequence[tuple[Ticket, Event | Exception]]) -> None:
+    """Make these the next ones their tickets' readers get, in this order.
+
+    An event loop is woken once for all: each time it may take the interpreter from the engine.
+    """
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Event | Exception]]] = {}
+    for ticket, event in events:
+        by_loop.setdefault(ticket.loop, []).append((ticket, event))
+    for loop, items in by_loop.items():
         try:
-            self._loop.call_soon_threadsafe(self.inbox.put_nowait, (self._index, event))
+            loop.call_soon_threadsafe(_put_all, items)
         except RuntimeError:  # the event loop is closed
-            self.abandon()
+            for ticket, _ in items:
+                ticket.abandon()
+
+
+def _put_all(items: Sequence[tuple[Ticket, Event | Exception]]) -> None:
+    for ticket, event in items:
+        ticket.inbox.put_nowait((ticket.index, event))
 
 
 async def events_of(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Event]]:
@@ -283,7 +300,7 @@ class EngineWorker:
             generation = _running(ticket)
             if ticket.cancelled and not generation.sequence.is_reading:
                 generation.cancel()
-                self._hand_over(ticket)
+                self._hand_over([ticket])
 
     def _admit(self) -> None:
         """Start waiting requests, first come first served, as long as there are places and pages for them."""
@@ -396,8 +413,7 @@ class EngineWorker:
             for ticket in tickets:
                 self._step_alone(ticket)
         self.totals.add_step(len(tickets))
-        for ticket in tickets:
-            self._hand_over(ticket)
+        self._hand_over(tickets)
 
     def _step_alone(self, ticket: Ticket) -> None:
         generation = _running(ticket)
@@ -408,25 +424,27 @@ class EngineWorker:
         except Exception as error:
             generation.fail(error)
 
-    def _hand_over(self, ticket: Ticket) -> None:
-        """Give the reader what became final; whatever happens, the last event is Finished or an error."""
-        generation = _running(ticket)
-        events: list[Event | Exception] = []
-        try:
-            events += generation.take()
-        except KestrelError as error:
-            events.append(error)
-        except Exception:
-            events.append(self._failure(ticket))
-        if generation.finished:
-            with self._changed:  # before its reader knows, so that its place is free by then
-                self._running = [other for other in self._running if other is not ticket]
-        for event in events:
+    def _hand_over(self, tickets: Sequence[Ticket]) -> None:
+        """Give the readers what became final; whatever happens, each one's last event is Finished or an error."""
+        events = [(ticket, event) for ticket in tickets for event in self._take(ticket)]
+        finished = {ticket for ticket in tickets if _running(ticket).finished}
+        with self._changed:  # before their readers know, so that their places are free by then
+            self._running = [ticket for ticket in self._running if ticket not in finished]
+        for ticket, event in events:
             if isinstance(event, Finished):
                 self._note_end(ticket, event)
             elif isinstance(event, Exception):
                 self.totals.add_outcome("failed")
-            ticket.hand_over(event)
+        _hand_over(events)
+
+    def _take(self, ticket: Ticket) -> list[Event | Exception]:
+        """What became final of one answer, or why it failed."""
+        try:
+            return list(_running(ticket).take())
+        except KestrelError as error:
+            return [error]
+        except Exception:
+            return [self._failure(ticket)]
 
     def _note_end(self, ticket: Ticket, finished: Finished) -> None:
         stats = finished.stats
@@ -464,11 +482,6 @@ class EngineWorker:
         except Exception:  # preparing prefixes is a convenience: without it requests are only slower
             self._journal.line(f"kestrel: background work failed and is given up\n{traceback.format_exc()}")
             self._background = None
-
-    def counts_by_key(self) -> Counter[str]:
-        """Requests in the server, running or waiting, by the key that sent them."""
-        with self._changed:
-            return Counter(ticket.key for ticket in (*self._running, *self._waiting))
 
 
 def _running(ticket: Ticket) -> Generation:

@@ -425,10 +425,13 @@ class Catalog:
                     self.writer.execute("ROLLBACK")
                 raise
 
-    def insert(self, pages: Iterable[NewPage], hour: int | None = None) -> int:
+    def insert(
+        self, pages: Iterable[NewPage], hour: int | None = None, ttl_seconds: float | None = None
+    ) -> int:
         """Add rows for pages whose artifacts are in place; those already there are left alone. Returns how many.
 
-        hour: since the epoch, when they were written just now: their bytes count as written in it.
+        hour: since the epoch, when they were written just now: their bytes count as written in it. ttl_seconds: a
+        time to live of their own.
         """
         inserted = 0
         with self.transaction() as writer:
@@ -441,6 +444,8 @@ class Catalog:
                 if cursor.rowcount == 0:
                     continue
                 inserted += 1
+                if ttl_seconds is not None:
+                    writer.execute("INSERT INTO ttls VALUES (?, ?)", (cursor.lastrowid, ttl_seconds))
                 if hour is not None:
                     writer.execute(
                         "UPDATE written SET nbytes = ? + CASE hour WHEN ? THEN nbytes ELSE 0 END, hour = ?",

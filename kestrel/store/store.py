@@ -309,8 +309,11 @@ class Store:
         tokens: Tokens,
         prefix_sha256: str,
         payload: Sequence[Any],
+        ttl_seconds: float | None = None,
     ) -> int:
         """Write the artifact of one page; returns the bytes of the file, 0 if it is there already.
+
+        ttl_seconds: it leaves when it is unused for so long; says nothing of a page that is there already.
 
         `payload` has one C-contiguous buffer of `layout.layer_nbytes(len(tokens))` bytes per layer; `key` is the
         page key of `parent` and `tokens`, `prefix_sha256` covers positions [0, first + len(tokens)). When this
@@ -350,7 +353,7 @@ class Store:
                 if not self._tree.publish_file(page_names(namespace.digest, key), chunks):
                     raise StoreError(f"{self.page_path(namespace.digest, key)} was put there by someone else")
                 self._inventory.census.expect(page_names(namespace.digest, key)[:2])
-                catalog.insert([page], hour=int(now // HOUR_SECONDS))
+                catalog.insert([page], int(now // HOUR_SECONDS), ttl_seconds)
             self._counters.add("published_pages")
             self._counters.add("published_bytes", nbytes)
             return nbytes

@@ -1,11 +1,15 @@
 """Saving costs a turn its new pages only, and never fails or delays a request."""
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from kestrel.errors import StoreError
 from kestrel.runtime import Delta, Finished, Request
+from kestrel.store.eviction import Limits
+from kestrel.store.store import Store
 from tests.cache.conftest import Boot, logits_bits, tokens_of
 
 PROMPT = tokens_of(420)
@@ -24,7 +28,7 @@ def test_the_second_turn_writes_its_new_pages_only(boot: Boot) -> None:
     new = len(longer) - sequence.stats.matched_tokens
     # the partial page is written again with its new rows; nothing before it is
     assert sequence.saves.bytes_written < 2 * per_token * (new + 128)
-    assert len(sequence.saves.written) == 1
+    assert sequence.saves.pages_written == 1
 
 
 def test_a_partial_page_goes_when_a_longer_one_covers_it(boot: Boot) -> None:
@@ -141,6 +145,36 @@ def test_nothing_behind_a_page_that_was_not_saved_is_saved_until_it_is(boot: Boo
     logits_bits(runtime, PROMPT + tokens_of(20, seed=4), further=0)  # the next turn, from memory
     assert sorted(row.num_tokens for row in runtime.store.list_pages()) == [56, 128, 128, 128]
     assert runtime.store.verify().orphans == 0
+
+
+def test_waiting_for_the_writer_ends_although_more_is_queued_meanwhile(boot: Boot) -> None:
+    runtime = boot()
+    publish, may_write, is_over = runtime.store.publish, threading.Event(), threading.Event()
+
+    def slow(*args: object) -> int:
+        assert (may_write if args[5] == 0 else is_over).wait(10)  # first
+        return publish(*args)
+
+    runtime.store.publish = slow
+    runtime.cache.open(tokens_of(128)).prefill()
+    waiting = threading.Thread(target=lambda: (runtime.writer.drain(), is_over.set()))
+    waiting.start()
+    while runtime.writer.num_pending < 2:
+        time.sleep(0.01)
+    runtime.cache.open(tokens_of(256)).prefill()  # its second page is queued behind
+    may_write.set()
+    waiting.join(5)
+    assert is_over.is_set()
+
+
+def test_a_time_to_live_holds_from_the_moment_a_page_is_written(boot: Boot) -> None:
+    runtime = boot()
+    runtime.cache.open(PROMPT, ttl_seconds=0.1).prefill()  # a kill could come here, before the answer ends
+    runtime.writer.drain()
+    assert runtime.store.usage().files == 3
+    time.sleep(0.2)
+    with Store(runtime.store.root, Limits()) as another:
+        assert len(another.sweep()) == 3
 
 
 def test_positions_beyond_the_limit_are_not_saved(boot: Boot) -> None:

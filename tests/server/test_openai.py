@@ -313,6 +313,12 @@ def test_metrics(server: Any) -> None:
     assert gained['kestrel_seconds_total{part="wall"}'] > 0 and after["kestrel_requests_running"] == 0
 
 
+def test_monitors_may_ask_for_heads_alone(server: Any) -> None:
+    for path in ("/", "/health", "/ready"):
+        answer = server.http.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+
+
 def test_pages_for_people(server: Any) -> None:
     for path in ("/", "/docs"):
         page: httpx.Response = server.http.get(path)

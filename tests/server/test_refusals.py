@@ -60,6 +60,11 @@ def test_invalid_requests_name_the_field(
     assert param.split(".")[-1] in error["message"]
 
 
+def test_a_refusal_is_short_however_much_is_wrong(server: Any) -> None:
+    error = refused(server.http.post(CHAT, json={"messages": HELLO, **{f"x{n}": 1 for n in range(90)}}), 400)
+    assert error["code"] == "unknown_field" and "and 80 more" in error["message"]
+
+
 def test_limits_of_the_server_are_named(server: Any) -> None:
     for body, named in (
         ({"prompt": "a", "n": 9}, "server.max_choices"),

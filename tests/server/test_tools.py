@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kestrel.server.toolcalls import ToolCall, ToolCallReader, split_answer
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"city": "Riga", "n": [1, 2]}}\n</tool_call>'
+HALF_A_PAIR = r'<tool_call>{"name": "f", "arguments": {"x": "\ud83d"}}</tool_call>'
 READ = ToolCall("f", '{"city": "Riga", "n": [1, 2]}')
 
 
@@ -28,6 +29,8 @@ READ = ToolCall("f", '{"city": "Riga", "n": [1, 2]}')
         ('<tool_call>{"name": "g", "arguments": "{}"}', "", [ToolCall("g", "{}")]),
         ('a <tool_call>{"name": "g", "argu', 'a <tool_call>{"name": "g", "argu', []),
         ("a < b <tool", "a < b <tool", []),
+        ("<tool_call>" + "[" * 3000, "<tool_call>" + "[" * 3000, []),
+        (HALF_A_PAIR, HALF_A_PAIR, []),
     ],
 )
 def test_calls_are_told_apart_from_text(answer: str, content: str, calls: list[ToolCall]) -> None:

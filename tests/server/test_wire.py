@@ -104,6 +104,40 @@ def test_an_answer_can_be_sent_back_as_it_came() -> None:
     assert message.for_template() == {"role": "assistant", "content": "x"}
 
 
+def test_an_answer_put_together_by_openai_s_client_can_be_sent_back() -> None:
+    function = {"name": "f", "arguments": "{}", "parsed_arguments": None}
+    call = {"id": "call_1", "type": "function", "function": function, "index": 0}
+    streamed = {"role": "assistant", "content": None, "parsed": None, "refusal": None, "tool_calls": [call]}
+    message = ChatRequest.model_validate({"messages": [streamed]}).messages[0]
+    assert message.for_template()["tool_calls"] == [
+        {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    ]
+    assert "index" not in message.model_dump()["tool_calls"][0]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [1] * 100_000},
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [1] * 100_000}]},
+        {"messages": [{"role": "user", "content": "x", **{f"x{n}": 1 for n in range(100_000)}}]},
+        {f"x{n}": 1 for n in range(100_000)},
+    ],
+)
+def test_a_body_with_countless_faults_is_refused_for_a_few_of_them(body: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        ChatRequest.model_validate(body)
+    assert refused.value.error_count() < 5
+
+
+@pytest.mark.parametrize("arguments", ["[" * 200_000, '{"a":' * 3_000 + "1" + "}" * 3_000])
+def test_arguments_nested_without_end_reach_the_template_as_text(arguments: str) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    body = {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
+    message = ChatRequest.model_validate(body).messages[0]
+    assert message.for_template()["tool_calls"][0]["function"]["arguments"] == arguments
+
+
 def test_tool_calls_reach_the_template_with_their_arguments_as_an_object() -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
     messages = [
