@@ -309,6 +309,7 @@ _PATH_NAMES = (
     "path",
     "root",
     "file",
+    "adapter",
     "chat_template",
     "api_keys_file",
 )  # last names of the keys that hold a path

@@ -5,7 +5,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,12 +20,12 @@ from kestrel.config import Config
 from kestrel.configured import configured_store, is_at_hand
 from kestrel.errors import KestrelError, StoreError
 from kestrel.identity import Tokens, as_tokens
+from kestrel.log import Log
 
 if TYPE_CHECKING:
     from kestrel.engine.engine import Engine
     from kestrel.runtime import Runtime
 
-Log = Callable[[str], None]
 Verdict = Literal["ok", "note", "fail"]
 
 PACKAGES = ("onnxruntime", "numba", "numpy", "tokenizers", "safetensors", "hydra-core", "dvc")

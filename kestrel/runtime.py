@@ -1,6 +1,5 @@
 """One process's model, engine and store put together: what the server, the command line and the bench use."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ from kestrel.engine.sampling import Sampling, TokenLogprob
 from kestrel.errors import CapacityError, PromptTooLong, RequestError, StoreError
 from kestrel.generation import Delta, Finished, Generation, Request, Stats
 from kestrel.identity import FORMAT, Namespace, as_tokens
+from kestrel.log import Log, log_to_stderr
 from kestrel.models.chat import ChatTemplate, load_chat_template
 from kestrel.models.fetch import resolve_model
 from kestrel.models.tokenizer import Tokenizer
@@ -36,17 +36,9 @@ __all__ = [
     "Sampling",
     "Stats",
     "TokenLogprob",
-    "log_to_stderr",
 ]
 
-Log = Callable[[str], None]
-
 SCORED_NBYTES = 64 << 20  # largest logits of a step's prompt rows, where those of every row are wanted
-
-
-def log_to_stderr(line: str) -> None:
-    """Print one log line to stderr at once."""
-    print(line, file=sys.stderr, flush=True)
 
 
 class Runtime:

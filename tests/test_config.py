@@ -108,6 +108,7 @@ def test_the_home_folder_is_expanded_in_paths_only(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HOME", "/home/someone")
     assert load_config(["model.path=~/m.gguf"]).model.path == "/home/someone/m.gguf"
     assert load_config(["cache.root=~/kv"]).cache.root == "/home/someone/kv"
+    assert load_config(["model.adapter=~/lora"]).model.adapter == "/home/someone/lora"
     assert load_config(["model.name=~x"]).model.name == "~x"
 
 

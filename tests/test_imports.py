@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "kestrel"
 # A module may import from rooms of lower rank and from its own room. Rooms of equal rank do not know each other.
 RANKS = {
     "errors": 0,
+    "log": 0,
     "config": 1,
     "identity": 2,
     "residency": 2,

@@ -34,13 +34,12 @@ from kestrel.bench.records import (
 from kestrel.bench.session import artifact_paths, find_session, total_size
 from kestrel.config import Config
 from kestrel.errors import ConfigError
+from kestrel.log import Log
 from kestrel.models.chat import load_chat_template
 from kestrel.models.fetch import resolve_model
 
 WARM_UP_TOKENS = 4
 PROGRESS_SECONDS = 5.0
-
-Log = Callable[[str], None]
 
 
 def prepare_model(config: Config, record: Path, log: Log = print) -> None:

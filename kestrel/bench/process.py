@@ -8,19 +8,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kestrel.bench.client import get_json
 from kestrel.bench.records import BenchError
 from kestrel.config import Config, load_config, resolved_dict
+from kestrel.log import Log
 
 BOOT_SECONDS = 900.0  # quantising a large checkpoint for the first time takes minutes
 SAVE_SECONDS = 300.0  # for a session's last page after its answer
 STOP_SECONDS = 60.0  # for draining the save queue on SIGTERM
-
-Log = Callable[[str], None]
 
 _TOLD = ("[KV-DISK]", "[PREFILL-TIMING]")  # lines of the server worth passing on
 _SAVED = re.compile(r"\[KV-DISK\] saved (\d+)-token KV")

@@ -9,7 +9,6 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
@@ -22,6 +21,7 @@ from kestrel.config import Config
 from kestrel.engine.engine import Engine, Span
 from kestrel.engine.layers import Floats
 from kestrel.identity import Tokens, as_tokens
+from kestrel.log import Log
 from kestrel.models.checkpoint import Checkpoint
 from kestrel.models.fetch import resolve_model
 from kestrel.store.layout import KvDtype, PageLayout
@@ -34,7 +34,6 @@ SPEED_TAIL_TOKENS = 31
 _SPEED_ROUNDS = 15
 _STEP_ROWS = 128  # rows whose distributions are held at once: 50 MB for a vocabulary of 49152
 
-Log = Callable[[str], None]
 Variant = tuple[str, KvDtype]  # weights, KV
 
 

@@ -1,7 +1,6 @@
 """The whole restart experiment for one configuration, without DVC: what `kestrel bench` runs."""
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 
 from kestrel.bench.chart import draw_breakdown, draw_report
@@ -16,11 +15,10 @@ from kestrel.bench.page import render_page
 from kestrel.bench.records import cell_of
 from kestrel.bench.report import Report, build_report, check_report, markdown, save_report
 from kestrel.config import Config
+from kestrel.log import Log
 from kestrel.models.fetch import resolve_model
 
 OUT = Path("artifacts/bench/ad-hoc")
-
-Log = Callable[[str], None]
 
 
 def log_line(text: str) -> None:

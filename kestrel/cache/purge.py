@@ -51,6 +51,12 @@ def purge_session(cache: PrefixCache, scope: Scope, key: bytes) -> Purged:
         rows = {row.key: row for row in cache.store.list_pages(scope.namespace.digest)}
     stored = {row.key: row.parent for row in rows.values()}
     in_ram = {page.key: page.parent for page in cache.engine.pool.remembered()}
+    if key not in stored and key not in parents:  # it could not be saved: what comes before it is
+        before = in_ram.get(key)
+        while before is not None and before not in stored:
+            before = in_ram.get(before)
+        if before is not None:
+            parents[key] = before
     if key in stored or _root(key, {**in_ram, **stored, **parents}) in roots:  # else it is somebody else's
         cache.engine.pool.forget(_line(ends, parents, in_ram, kept))
     if cache.store is None:

@@ -77,12 +77,15 @@ class Restore:
             for _, page in self._pages:
                 page.progress = self._judge_piece
         self._num_reading = NUM_READERS
-        self._threads = [
-            threading.Thread(target=self._read, name="kestrel-restore", daemon=True)
-            for _ in range(NUM_READERS)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for _ in range(NUM_READERS):
+                thread = threading.Thread(target=self._read, name="kestrel-restore", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError:  # the process may have no more threads: its own reads what is left
+            for _ in range(NUM_READERS - len(self._threads)):
+                self._read()
 
     def wait(self, layer: int) -> None:
         """Block until `layer` is ready. Raises DamagedRestore as soon as any page is known to be of no use."""

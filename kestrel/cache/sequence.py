@@ -85,7 +85,7 @@ class CachedSequence:
         self._course = cache.course(tokens, scope)
         self._keeping = keeping
         self._scored = scored
-        self.last_key: bytes | None = None  # of the page that the prefix ends with; known when closed
+        self.last_key: bytes | None = None  # of the last page that is remembered and saved; known when closed
         self._table: list[int] = []
         self._computed = 0  # tokens whose K and V are in the pages
         self._draft: list[int] = []  # guesses that the next step computes behind the pending tokens
@@ -318,8 +318,8 @@ class CachedSequence:
             choice = cache.worth.choose(refs, num_in_ram, len(self._prompt))
             self.stats.load = str(choice)
             if choice.num_pages:
-                self._take_from_ram([(page, size) for page in aligned])
-                self._start_restore(refs[: choice.num_pages], choice)
+                if self._take_from_ram([(page, size) for page in aligned]):
+                    self._start_restore(refs[: choice.num_pages], choice)
             else:
                 self.stats.foreign = None
                 self._take_from_ram(in_ram)
@@ -380,11 +380,13 @@ class CachedSequence:
         reason = f"{match.reason}; {most} tokens are stored with other numerics: {origin}"
         return replace(match, reason=f"{reason}; cache.accept=portable reads them")
 
-    def _take_from_ram(self, found: list[tuple[CachedPage, int]]) -> None:
+    def _take_from_ram(self, found: list[tuple[CachedPage, int]]) -> bool:
+        """Take pages found in memory; False if some of them are not to be had (the first ones are taken)."""
         for cached, rows in found:
             page = cached.page
+            if not self._pool.take(cached):  # a purge was quicker
+                return False
             self._taken.append(cached.key)
-            self._pool.retain(page)
             if rows < self._pool.page_tokens and (
                 rows < len(cached.tokens)
                 or self._pool.references(page) > 1
@@ -394,7 +396,7 @@ class CachedSequence:
                 try:
                     copied = self._pool.copy(page)
                 except CapacityError:  # no room for both: these rows are computed anew
-                    break
+                    return False
                 finally:
                     self._pool.release(page)
                 page = copied
@@ -403,6 +405,7 @@ class CachedSequence:
             self.stats.ram_tokens += rows
             if rows == self._pool.page_tokens:
                 self._end_page(save=cached.key not in self._stored)
+        return True
 
     def _start_restore(self, refs: Sequence[PageRef], choice: Choice) -> None:
         opened: list[tuple[PageRef, OpenPage]] = []
@@ -591,9 +594,11 @@ class CachedSequence:
                 self._save(self._table[index], scope, key, parent, index * size, rest, self._hash.hexdigest())
         if not self._computed:
             return
+        limit, num_saved = self._cache.policy.max_prefix_tokens, self._computed
+        if self._keeping.persist and limit is not None and limit < num_saved and limit >= size:
+            num_saved = limit // size * size
+            key = self._keys[limit // size - 1]
         self.last_key = key
         if self._cache.writer is not None and self._keeping.persist:
-            scope = self._course.scope_of((self._computed - 1) // size)
-            self._cache.writer.end_request(
-                RequestEnd(self._computed, scope, key, self.saves, self._keeping.pin)
-            )
+            scope = self._course.scope_of((num_saved - 1) // size)
+            self._cache.writer.end_request(RequestEnd(num_saved, scope, key, self.saves, self._keeping.pin))

@@ -3,7 +3,8 @@
 from kestrel.commands.progress import Working
 from kestrel.commands.texts import ignore_line
 from kestrel.config import Config
-from kestrel.runtime import Runtime, log_to_stderr
+from kestrel.log import log_to_stderr
+from kestrel.runtime import Runtime
 
 
 def open_runtime(config: Config, quiet: bool) -> Runtime:

@@ -94,6 +94,11 @@ class PagePool:
             offsets.get("v_scale", 0) // 4,
         )
 
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of K and V of one token, all layers, as they are kept."""
+        return self.page_nbytes // self.page_tokens
+
     def layer_block(self, page: int, layer: int) -> npt.NDArray[np.uint8]:
         """The bytes of one layer of one page: contiguous, writable, as in the artifact of a full page."""
         nbytes = self.layout.layer_nbytes(self.page_tokens)
@@ -136,6 +141,14 @@ class PagePool:
             self._references[page] += 1
             self._idle.pop(page, None)
 
+    def take(self, cached: CachedPage) -> bool:
+        """`retain` a page that `find` has found; False if it was forgotten or reused since."""
+        with self._lock:
+            if self._cached.get(cached.key) is not cached:
+                return False
+            self.retain(cached.page)
+            return True
+
     def release(self, page: int) -> None:
         """Drop a reference; the last one leaves the page as RAM cache if it has a key, else frees it."""
         with self._lock:
@@ -169,7 +182,7 @@ class PagePool:
             self._children.setdefault(parent, {})[key] = None
             self._key_of[page] = key
 
-    def find(self, root: bytes, tokens: Tokens, at_least: int = 1) -> list[tuple[CachedPage, int]]:
+    def find(self, root: bytes, tokens: Tokens) -> list[tuple[CachedPage, int]]:
         """Longest prefix of `tokens` in memory: pages from the root key on, each with how many rows are usable.
 
         Every page but the last is full and wholly matched.
@@ -196,7 +209,7 @@ class PagePool:
                 parent = best[0].key
                 if best[1] < self.page_tokens:
                     break
-            return found if position >= at_least else []
+            return found
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Let no later sequence find these pages; those that hold them keep them."""

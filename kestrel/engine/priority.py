@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from contextlib import suppress
 
 FOR_LATER = 19  # nobody waits for it: done when a core is free
 BEHIND_ANSWERS = 10  # must keep up with prompts, but an answer comes first
@@ -29,9 +30,11 @@ class Activity:
 
 
 def give_way(niceness: int) -> None:
-    """Lower the priority of the calling thread alone, to `niceness` as `nice` counts.
+    """Lower the priority of the calling thread alone, to `niceness` as `nice` counts; one that is lower stays.
 
-    Only Linux has priorities of threads; elsewhere nothing happens.
+    Only Linux has priorities of threads; elsewhere, and where they may not be changed, nothing happens.
     """
     if hasattr(os, "sched_getaffinity"):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+        thread = threading.get_native_id()
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, max(niceness, os.getpriority(os.PRIO_PROCESS, thread)))

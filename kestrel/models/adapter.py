@@ -109,10 +109,6 @@ class AdaptedCheckpoint:
         """The checkpoint's: no adapter changes the embedding."""
         return self._checkpoint.embed_digest
 
-    def has(self, name: str) -> bool:
-        """Whether the checkpoint has this tensor."""
-        return self._checkpoint.has(name)
-
     def tensor(self, name: str) -> Floats:
         """A whole tensor, merged."""
         whole = self._checkpoint.tensor(name)

@@ -43,10 +43,6 @@ class Checkpoint(Protocol):
         """xxh3_128 (hex) of the embedding matrix as stored: its bytes and their type, nothing else of the file."""
         ...
 
-    def has(self, name: str) -> bool:
-        """Whether the tensor exists; a tied `head` does not."""
-        ...
-
     def tensor(self, name: str) -> Floats:
         """A whole tensor, dequantised; KeyError if there is no such tensor."""
         ...

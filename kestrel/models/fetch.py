@@ -11,13 +11,13 @@ from pathlib import Path
 
 from kestrel.config import GeometryConfig, ModelConfig, WheelConfig
 from kestrel.errors import ModelError
+from kestrel.log import Log, log_to_stderr
 from kestrel.models.adapter import AdaptedCheckpoint
 from kestrel.models.checkpoint import Checkpoint, open_checkpoint
 from kestrel.models.digests import DigestMemo, file_sha256
 from kestrel.models.geometry import Geometry, Rope
 from kestrel.models.lock import folder_lock
 from kestrel.models.random import RandomCheckpoint
-from kestrel.models.weights import Log, log_to_stderr
 
 _DOWNLOADS = ".fetch-"  # prefix of the folders pip downloads to
 

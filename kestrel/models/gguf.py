@@ -98,10 +98,6 @@ class GGUFCheckpoint:
         digest.update(self._file.raw(tensor).data)
         return digest.hexdigest()
 
-    def has(self, name: str) -> bool:
-        """Whether the file has this tensor."""
-        return name in self._tensors
-
     def tensor(self, name: str) -> Floats:
         """A whole tensor as float32."""
         shape = self._tensors[name].shape
@@ -300,6 +296,12 @@ class GGUFCheckpoint:
         elif kind == "yarn":
             original = self._count("rope.scaling.original_context_length", self._count("context_length"))
             scaling = {"type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+            for name in ("beta_fast", "beta_slow"):
+                if self._number(f"rope.scaling.yarn_{name}", 0.0):
+                    scaling[name] = self._number(f"rope.scaling.yarn_{name}", 0.0)
+            for name, neutral in (("ext_factor", 1.0), ("attn_factor", 1.0), ("log_multiplier", 0.0)):
+                if (found := self._number(f"rope.scaling.yarn_{name}", neutral)) != neutral:
+                    raise ModelError(f"{self.path}: YaRN with {name}={found:g} is not supported")
             if attention := self._number("rope.scaling.attn_factor", 0.0):
                 # The file's factor multiplies YaRN's own, which is 0.1 ln(factor) + 1.
                 scaling["attention_factor"] = attention * (0.1 * math.log(max(factor, 1.0)) + 1.0)

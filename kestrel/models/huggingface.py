@@ -109,10 +109,6 @@ class HuggingFaceCheckpoint:
         digest.update(tensor.raw.data)
         return digest.hexdigest()
 
-    def has(self, name: str) -> bool:
-        """Whether the folder has this tensor."""
-        return name in self._tensors
-
     def tensor(self, name: str) -> Floats:
         """A whole tensor as float32."""
         return self._tensors[name].floats(slice(None)).reshape(self._tensors[name].shape)

@@ -61,10 +61,6 @@ class RandomCheckpoint:
         """The same: seed and geometry fix the matrix."""
         return self.digest
 
-    def has(self, name: str) -> bool:
-        """Whether the geometry has this tensor."""
-        return name in self._shapes
-
     def tensor(self, name: str) -> Floats:
         """A whole tensor."""
         shape = self._shapes[name]

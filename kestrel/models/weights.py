@@ -7,7 +7,6 @@ recipe. It is disposable: when it is missing, damaged or made by another version
 import json
 import mmap
 import os
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import xxhash
 
 from kestrel.errors import ModelError
 from kestrel.identity import canonical_json
+from kestrel.log import Log, log_to_stderr
 from kestrel.models.adapter import AdaptedCheckpoint
 from kestrel.models.checkpoint import Checkpoint
 from kestrel.models.digests import DigestMemo
@@ -35,7 +35,6 @@ ALIGNMENT = 64  # bytes; where arrays of the converted file start
 CHUNK_NUMBERS = 1 << 18  # numbers converted at a time by one thread: stays in its cache
 
 Progress = Callable[[int, int], None]  # (numbers converted, numbers in all)
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -499,8 +498,3 @@ def _mappings(path: Path) -> Iterator[tuple[int, int]]:
 
 def _combine(digests: dict[str, str]) -> str:
     return xxhash.xxh3_128_hexdigest(canonical_json(digests))
-
-
-def log_to_stderr(line: str) -> None:
-    """Where log lines go unless the caller says otherwise."""
-    print(line, file=sys.stderr, flush=True)

@@ -7,12 +7,11 @@ from importlib import import_module
 from threading import Thread
 
 from kestrel.config import Config
-from kestrel.runtime import Runtime, log_to_stderr
+from kestrel.log import Log, log_to_stderr
+from kestrel.runtime import Runtime
 from kestrel.server.address import bind, url_of
 from kestrel.server.journal import Journal
 from kestrel.server.keys import ENVIRONMENT, Keyring, KeyWatch, check_address, is_readable_by_others
-
-Log = Callable[[str], None]
 
 PROGRESS_SECONDS = 5.0  # between two lines about long work
 

@@ -140,7 +140,7 @@ class EngineWorker:
         self, runtime: Runtime, limits: QueueLimits, journal: Journal, background: Iterator[None]
     ) -> None:
         self.limits = limits
-        self.totals = Totals(runtime.engine.geometry.kv_bytes_per_token)
+        self.totals = Totals(runtime.engine.pool.token_nbytes)
         self._runtime = runtime
         self._journal = journal
         self._background: Iterator[None] | None = background
@@ -225,7 +225,7 @@ class EngineWorker:
 
     def _nbytes(self, ticket: Ticket) -> int:
         longest = len(ticket.tokens) + ticket.request.max_tokens
-        return min(longest, self._runtime.context_tokens) * self._runtime.engine.geometry.kv_bytes_per_token
+        return min(longest, self._runtime.context_tokens) * self._runtime.engine.pool.token_nbytes
 
     def cancel(self, ticket: Ticket) -> None:
         """Stop working on an answer: at once when it still waits, after the present step when it runs."""

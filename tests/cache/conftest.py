@@ -21,7 +21,9 @@ def boot(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[B
     """
     opened: list[Runtime] = []
 
-    def open_runtime(*overrides: str, model: str = "qwen3") -> Runtime:
+    def open_runtime(
+        *overrides: str, model: str = "qwen3", log: Callable[[str], None] | None = None
+    ) -> Runtime:
         for runtime in opened:
             runtime.close()
         opened.clear()
@@ -38,7 +40,7 @@ def boot(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[B
                 *overrides,
             ]
         )
-        runtime = Runtime.open(config, lines.append)
+        runtime = Runtime.open(config, log or lines.append)
         runtime.lines = lines  # type: ignore[attr-defined]
         opened.append(runtime)
         return runtime

@@ -255,3 +255,23 @@ def test_the_metadata_of_an_artifact_is_canonical_json(boot: Boot) -> None:
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     metadata = header["__metadata__"]["kestrel"]
     assert metadata == json.dumps(json.loads(metadata), sort_keys=True, separators=(",", ":"))
+
+
+@pytest.mark.parametrize("num_allowed", [0, 2])
+def test_a_process_that_may_have_no_more_threads_restores_all_the_same(
+    boot: Boot, monkeypatch: pytest.MonkeyPatch, num_allowed: int
+) -> None:
+    bits, _ = logits_bits(boot(), PROMPT)
+    runtime = boot()
+    start, started = threading.Thread.start, []
+
+    def limited(self):
+        if self.name == "kestrel-restore":
+            if len(started) == num_allowed:
+                raise RuntimeError("can't start new thread")
+            started.append(self)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    again, stats = logits_bits(runtime, PROMPT)
+    assert (again, len(started), stats.restored_tokens > 0) == (bits, num_allowed, True)

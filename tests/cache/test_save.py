@@ -1,12 +1,15 @@
 """Saving costs a turn its new pages only, and never fails or delays a request."""
 
+import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from kestrel.errors import StoreError
+from kestrel.log import log_to_stderr
 from kestrel.runtime import Delta, Finished, Request
 from kestrel.store.eviction import Limits
 from kestrel.store.store import Store
@@ -116,6 +119,20 @@ def test_a_page_that_is_there_already_does_not_count_as_recovery(boot: Boot) -> 
     assert recovered == [
         f"[KV-DISK] the store works again: saving; {runtime.writer.num_dropped} page(s) were not saved meanwhile"
     ]
+
+
+def test_a_log_that_takes_no_more_lines_keeps_nobody_from_working(
+    boot: Boot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = boot(log=log_to_stderr)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        *_, finished = runtime.generate(Request(PROMPT, 5))
+        runtime.writer.drain()
+        with suppress(OSError):  # what is left in its buffer
+            full.close()
+    assert isinstance(finished, Finished)
+    assert runtime.store.usage().files == 4
 
 
 def test_a_spent_write_budget_is_said_once_and_answers_stay_right(boot: Boot) -> None:

@@ -44,11 +44,33 @@ def test_remembered_pages_are_found_by_their_tokens_and_dropped_oldest_first() -
     changed = tokens.copy()
     changed[140] = 9999
     assert [rows for _, rows in pool.find(ROOT, changed)] == [128, 12]
-    assert pool.find(ROOT, changed, at_least=141) == []
     for page, _ in reversed(keys):
         pool.release(page)
     assert pool.allocate() == keys[2][0]  # the leaf went first
     assert [rows for _, rows in pool.find(ROOT, tokens)] == [128, 128]
+
+
+def test_a_page_that_was_forgotten_since_it_was_found_cannot_be_taken() -> None:
+    pool = pool_of(2)
+    tokens = as_tokens(range(128))
+    page = pool.allocate()
+    pool.remember(page, ROOT, tokens)
+    pool.release(page)
+    ((found, _),) = pool.find(ROOT, tokens)
+    assert pool.take(found)
+    pool.release(page)
+    pool.forget([found.key])
+    assert not pool.take(found)
+    again = pool.allocate()
+    assert again == page and pool.references(page) == 1
+    pool.remember(again, ROOT, tokens)  # the same tokens, but another page's content
+    assert not pool.take(found)
+
+
+def test_kv_of_a_token_is_counted_as_it_is_kept() -> None:
+    floats, ints = (PagePool(PageLayout(2, 3, 64, kind), 128, 1 << 22) for kind in ("float32", "int8"))
+    assert floats.token_nbytes == 2 * 2 * 3 * 64 * 4
+    assert ints.token_nbytes == 2 * 2 * 3 * (64 + 4)
 
 
 def test_a_referenced_page_is_never_handed_out() -> None:
