@@ -109,7 +109,7 @@ async def _sweep_regularly(runtime: Runtime, journal: Journal) -> None:
     while runtime.store is not None:
         await asyncio.sleep(SWEEP_SECONDS)
         try:
-            evictions = await asyncio.to_thread(runtime.store.sweep)
+            evictions = await asyncio.to_thread(runtime.store.sweep, in_vain=False)
             problem = None
             if evictions:
                 nbytes = sum(eviction.nbytes for eviction in evictions)

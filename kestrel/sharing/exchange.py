@@ -6,23 +6,19 @@ children, an artifact gets its name in the store when it is whole and checked. W
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kestrel.errors import ArtifactError, SharingError, StoreError
+from kestrel.errors import ArtifactError, SharingError
 from kestrel.identity import canonical_json
 from kestrel.sharing.listing import Listing
 from kestrel.sharing.mark import PREFIX_NAME, PublishedPage, read_mark, write_mark
 from kestrel.sharing.repository import Remote, Repository, file_md5, find_repository
-from kestrel.store.census import IDENTITY_NAME, LOCK_NAME
-from kestrel.store.files import FileTree, FolderLock, Holding
 from kestrel.store.store import PageRow, Store
 
 JOBS = 4  # objects on their way at once
-LOCK_SECONDS = 10.0  # how long to wait for a process that is writing a page
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
@@ -98,7 +94,7 @@ def publish(
                         identity_text=identity,
                     )
                 if wanted is not None:
-                    with _store_lock(store.root):
+                    with store.writing():
                         write_mark(wanted)
                 moved += 1
                 moved_bytes += page.nbytes
@@ -132,9 +128,10 @@ def push(
     def send(page: PublishedPage) -> str:
         if remote.has(page):
             return "present"
-        if not repository.has_object(page):
+        if not repository.has_sound_object(page):
             if not page.is_here or file_md5(page.path) != page.md5:
                 return f"{page.key.hex()}: neither here nor in remote {remote.name}; publish it where it was computed"
+            repository.drop_object(page.md5)  # a damaged one would be kept
             repository.add_object(page.path, page.md5)
         remote.send(page)
         return "moved"
@@ -225,17 +222,20 @@ def _place(
     store: Store, repository: Repository, page: PublishedPage, find_remote: Callable[[], Remote]
 ) -> None:
     """Put a page's object from the cache into the store; a damaged one is fetched again, once."""
-    tree = FileTree(store.root)
-    with _store_lock(store.root):
-        tree.publish_file((page.namespace.hex()[:16], IDENTITY_NAME), [page.identity_text.encode("ascii")])
-        try:
+
+    def place() -> None:
+        store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with store.writing():
+            store.write_identity(page.namespace, page.identity_text.encode("ascii"))
             repository.place_object(page)
-            return
-        except ArtifactError:
-            pass  # it is gone from the cache now
-    find_remote().receive(page)
-    with _store_lock(store.root):
-        repository.place_object(page)
+
+    try:
+        place()
+    except ArtifactError:
+        repository.drop_object(page.md5)
+        find_remote().receive(page)
+        place()
+    repository.note_digest(page)
 
 
 def withdraw(listing: Listing, ends: Iterable[PublishedPage]) -> list[PublishedPage]:
@@ -286,16 +286,6 @@ def open_repository(root: Path) -> Repository:
             f"{os.path.abspath(root)} (cache.root) is not inside a DVC repository; run `git init && dvc init` above it"
         )
     return Repository(folder)
-
-
-@contextmanager
-def _store_lock(root: Path) -> Iterator[None]:
-    """Hold the store's lock; StoreError if it cannot be had in time."""
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with FolderLock(root / LOCK_NAME).held(LOCK_SECONDS) as holding:
-        if holding is not Holding.ALL:
-            raise StoreError(f"{root / LOCK_NAME} has been held by another process for {LOCK_SECONDS:.0f} s")
-        yield
 
 
 def _outcome(results: Sequence[tuple[PublishedPage, str]]) -> Outcome:

@@ -11,11 +11,11 @@ from pathlib import Path
 from kestrel.errors import ArtifactError, StoreError
 from kestrel.identity import Tokens, as_tokens, page_key
 from kestrel.sharing.mark import MARK_SUFFIX, PublishedPage, read_mark
+from kestrel.store.census import is_settled
 
 log = logging.getLogger("kestrel.sharing")
 
 LOOK_SECONDS = 5.0  # marks that git brings while a server runs are noticed this much later at most
-TICK_NS = 50_000_000  # a folder that changed so shortly before it was listed is listed again
 
 
 @dataclass
@@ -138,9 +138,10 @@ class Listing:
         found: dict[Path, _Folder] = {}
         for path, modified_ns in _page_folders(self.root):
             known = self._folders.get(path)
-            if known is not None and known.modified_ns == modified_ns < known.listed_ns - TICK_NS:
-                found[path] = known
-                continue
+            if known is not None and known.modified_ns == modified_ns:
+                if is_settled(modified_ns, known.listed_ns):
+                    found[path] = known
+                    continue
             folder = self._list(path, modified_ns, known)
             found[path] = folder
             changed |= known is None or known.marks != folder.marks

@@ -18,7 +18,7 @@ import xxhash
 
 from kestrel.errors import ArtifactError
 from kestrel.identity import canonical_json
-from kestrel.store.artifact import parse_object
+from kestrel.store.artifact import parse_object, read_small
 
 MARK_SUFFIX = ".safetensors.dvc"
 MAX_MARK_NBYTES = 1 << 16
@@ -102,10 +102,7 @@ def read_mark(path: Path) -> PublishedPage:
     """Read and check a mark. ArtifactError with the reason if it is not a page's, or does not fit its place."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(fd, "rb") as file:
-            text = file.read(MAX_MARK_NBYTES + 1)
-        if len(text) > MAX_MARK_NBYTES:
-            raise ArtifactError(f"{path}: expected at most {MAX_MARK_NBYTES} bytes")
+        text = read_small(fd, path, MAX_MARK_NBYTES)
         return _parse(path, text.decode("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ArtifactError(f"cannot read {path}: {error}") from error

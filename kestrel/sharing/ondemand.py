@@ -211,12 +211,14 @@ class OnDemand:
             repository = self._repository = self._repository or open_repository(self._store.root)
             outcome = pull(self._store, repository, lambda: repository.remote(None), job.pages)
         except (KestrelError, OSError) as error:
+            self._open_anew()
             problem = f"not pulled: {error}"
             self._say(f"[KV-DISK] {problem}")
             return problem
         except (
             Exception
         ) as error:  # a fault of ours or of DVC: the request is computed, the log has the traceback
+            self._open_anew()
             log.exception("pulling %d pages failed", len(job.pages))
             return f"not pulled: {type(error).__name__}: {error}"
         self._say(
@@ -224,6 +226,12 @@ class OnDemand:
             f"in {time.monotonic() - started:.2f} s"
         )
         return None
+
+    def _open_anew(self) -> None:
+        """Have the next pull read DVC's configuration again: what was wrong may have been put right in it."""
+        repository, self._repository = self._repository, None
+        if repository is not None:
+            repository.close()
 
 
 def published_pages(root: Path) -> Listing:

@@ -11,7 +11,7 @@ import xxhash
 from kestrel.errors import ArtifactError, StoreError
 from kestrel.identity import Namespace
 from kestrel.sharing.listing import Listing
-from kestrel.store.artifact import parse_object
+from kestrel.store.artifact import parse_object, read_small
 from kestrel.store.census import IDENTITY_NAME, NAMESPACE_NAME
 from kestrel.store.files import READ_FLAGS
 
@@ -60,10 +60,9 @@ class RelatedNamespaces:
         texts = {digest.hex()[:16]: page.identity_text.encode("ascii") for digest, page in published.items()}
         for name in names - texts.keys() - self._known.keys():
             try:
-                fd = os.open(self._root / name / IDENTITY_NAME, READ_FLAGS)
-                with open(fd, "rb") as file:
-                    texts[name] = file.read(MAX_IDENTITY_NBYTES)
-            except OSError:  # no identity, no relation; it may be written later
+                path = self._root / name / IDENTITY_NAME
+                texts[name] = read_small(os.open(path, READ_FLAGS), path, MAX_IDENTITY_NBYTES)
+            except (OSError, ArtifactError):  # no identity, no relation; it may be written later
                 pass
         return {name: text for name, text in texts.items() if name not in self._known and name != self._name}
 

@@ -97,6 +97,10 @@ class Repository:
         except FileNotFoundError:
             return False
 
+    def has_sound_object(self, page: PublishedPage) -> bool:
+        """Whether the cache holds the page's object, every byte of it read."""
+        return self.has_object(page) and file_md5(self.object_path(page.md5)) == page.md5
+
     def add_object(self, path: Path, md5: str) -> None:
         """Put a file into the cache: the same file under a second name where the file system has hard links.
 
@@ -126,12 +130,11 @@ class Repository:
     def place_object(self, page: PublishedPage) -> None:
         """Give the cache's object its name in the store, never replacing what is there.
 
-        Reads it first: ArtifactError if it is damaged, which also removes it from the cache. The caller holds the
-        store's lock, as the store takes other people's temporary files for leftovers.
+        Reads it first: ArtifactError if it is damaged. The caller holds the store's lock, as the store takes other
+        people's temporary files for leftovers; so DVC's lock, which may be held for hours, is not waited for here.
         """
         source = self.object_path(page.md5)
-        if source.stat().st_size != page.nbytes or file_md5(source) != page.md5:
-            self.drop_object(page.md5)
+        if not self.has_sound_object(page):
             raise ArtifactError(f"{source} is damaged: expected {page.nbytes} bytes with MD5 {page.md5}")
         for folder in (page.path.parent.parent, page.path.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -139,11 +142,18 @@ class Repository:
             temp = page.path.with_name(f".kestrel-{secrets.token_hex(8)}.tmp")
             self._link_or_copy(source, page.path, temp)
         except FileExistsError:
-            return
+            pass
+
+    def note_digest(self, page: PublishedPage) -> None:
+        """Tell DVC the digest of a page's artifact, so that `dvc status` need not read it."""
         from dvc_data.hashfile.hash_info import HashInfo
 
-        with self._locked():
+        with self._threads:
             self._repo.state.save(os.path.abspath(page.path), self._repo.fs, HashInfo("md5", page.md5))
+
+    def close(self) -> None:
+        """Let go of DVC's databases; the repository is not used any more."""
+        self._repo.close()
 
     def _link_or_copy(self, source: Path, target: Path, temp: Path) -> None:
         """Give a file a second name, or copy it by way of `temp`. FileExistsError if there is one already."""

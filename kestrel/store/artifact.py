@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import xxhash
@@ -36,7 +36,7 @@ MAX_DIMENSION = 1 << 24  # largest count a header may name: bounds every size wo
 HEX_DIGEST = re.compile(r"[0-9a-f]{32}")
 HEX_SHA256 = re.compile(r"[0-9a-f]{64}")
 
-TYPE_NAMES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items() if dtype in get_args(KvDtype)}
+TYPE_NAMES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,17 @@ def read_exactly(fd: int, nbytes: int, offset: int) -> bytes:
     return bytes(buffer)
 
 
+def read_small(fd: int, path: Path, most_nbytes: int) -> bytes:
+    """Content of a small regular file, and close it; ArtifactError if it is something else, or larger."""
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > most_nbytes:
+            raise ArtifactError(f"{path} is not a regular file of at most {most_nbytes:,} bytes")
+        return read_exactly(fd, status.st_size, 0)
+    finally:
+        os.close(fd)
+
+
 def read_into(
     fd: int, buffer: memoryview, offset: int, progress: Callable[[int], None] | None = None
 ) -> None:
@@ -198,7 +209,7 @@ def parse_facts(entries: dict[str, Any]) -> PageHeader:
     if not isinstance(digests, list) or not digests:
         raise ArtifactError("layer_digests must be a list with one digest per layer")
     num_tokens = parse_count(facts.get("num_tokens"), "num_tokens")
-    first = 0 if parse_is_zero(facts.get("first")) else parse_count(facts.get("first"), "first")
+    first = parse_count(facts.get("first"), "first", least=0)
     return PageHeader(
         namespace=parse_hex(facts.get("namespace"), "namespace", HEX_DIGEST),
         key=parse_hex(facts.get("key"), "key", HEX_DIGEST),
@@ -210,15 +221,12 @@ def parse_facts(entries: dict[str, Any]) -> PageHeader:
     )
 
 
-def parse_is_zero(value: Any) -> bool:
-    """Whether a JSON value is the integer 0 (and not false or 0.0)."""
-    return type(value) is int and value == 0
-
-
-def parse_count(value: Any, what: str) -> int:
-    """A positive integer no larger than MAX_DIMENSION; true and 1.0 are not integers."""
-    if type(value) is not int or not 1 <= value <= MAX_DIMENSION:
-        raise ArtifactError(f"{what} must be an integer in [1, {MAX_DIMENSION}], found {str(value)[:40]}")
+def parse_count(value: Any, what: str, least: int = 1) -> int:
+    """An integer from `least` to MAX_DIMENSION; true and 1.0 are not integers."""
+    if type(value) is not int or not least <= value <= MAX_DIMENSION:
+        raise ArtifactError(
+            f"{what} must be an integer in [{least}, {MAX_DIMENSION}], found {str(value)[:40]}"
+        )
     return value
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -117,7 +118,7 @@ class StoredPage(NamedTuple):
 
 
 class NewPage(NamedTuple):
-    """A row to insert; `used` is the creation and last-use time to record."""
+    """A row to insert; it counts as used when it is inserted."""
 
     namespace: bytes
     key: bytes
@@ -125,7 +126,7 @@ class NewPage(NamedTuple):
     first: int
     num_tokens: int
     nbytes: int
-    used: float
+    created: float  # seconds since the epoch
     tokens: bytes  # int32 big-endian
 
 
@@ -386,9 +387,14 @@ class Catalog:
 
     def expired_leaves(self, before: float, now: float) -> list[PageRow]:
         """Unpinned pages without children last used before a time, or longer ago than their own time to live."""
-        leaves = f"{ROWS} LEFT JOIN ttls ON ttls.page = id WHERE num_children = 0 AND pinned = 0"
-        found = self.read(f"{leaves} AND (last_used < ? OR last_used + seconds < ?)", (before, now))
-        return [page_row(row) for row in found]
+        is_leaf = "num_children = 0 AND pinned = 0"
+        # One after the other, and the first only if there is such a time: either alone would read every leaf.
+        found = self.read(
+            f"{ROWS} JOIN ttls ON ttls.page = id WHERE {is_leaf} AND last_used + seconds < ?", (now,)
+        )
+        if before > -inf:
+            found += self.read(f"{ROWS} WHERE {is_leaf} AND last_used < ?", (before,))
+        return list({row[0]: page_row(row) for row in found}.values())
 
     def is_expired(self, page: PageRow, before: float, now: float) -> bool:
         """Whether a page was last used before a time, or longer ago than its own time to live."""
@@ -433,7 +439,7 @@ class Catalog:
         hour: since the epoch, when they were written just now: their bytes count as written in it. ttl_seconds: a
         time to live of their own.
         """
-        inserted = 0
+        inserted, now = 0, time.time()
         with self.transaction() as writer:
             for page in pages:
                 cursor = writer.execute(
@@ -459,7 +465,7 @@ class Catalog:
                 writer.execute(
                     "INSERT INTO uses VALUES (?, (SELECT turn FROM totals), ?, 0, 0,"
                     " (SELECT COUNT(*) FROM pages WHERE namespace = ? AND parent = ?))",
-                    (cursor.lastrowid, page.used, page.namespace, page.key),
+                    (cursor.lastrowid, now, page.namespace, page.key),
                 )
                 self.count_child(page.namespace, page.parent, 1)
         return inserted
@@ -528,12 +534,12 @@ class Catalog:
                     found += len(ids)
         return found
 
-    def order_by_last_use(self) -> None:
-        """Renumber all turns by time of last use: after a rebuild, which meets the files in no useful order."""
+    def order_by_age(self) -> None:
+        """Renumber all turns by time of creation: after a rebuild, which meets the files in no useful order."""
         with self.transaction() as writer:
             writer.execute(
                 "UPDATE uses SET turn = ranks.turn FROM"
-                " (SELECT page AS id, row_number() OVER (ORDER BY last_used, page) AS turn FROM uses) AS ranks"
+                " (SELECT id, row_number() OVER (ORDER BY created, id) AS turn FROM pages) AS ranks"
                 " WHERE page = ranks.id"
             )
             writer.execute("UPDATE totals SET turn = (SELECT COUNT(*) FROM uses)")

@@ -24,6 +24,11 @@ TICK_NS = 50_000_000
 COARSE_TICK_NS = 2_500_000_000
 
 
+def is_settled(modified_ns: int, listed_ns: int) -> bool:
+    """Whether a change after a folder was listed would have given it another time than this one."""
+    return modified_ns + (COARSE_TICK_NS if modified_ns % 1_000_000_000 == 0 else TICK_NS) < listed_ns
+
+
 @dataclass
 class Folder:
     """One folder as it was when last listed."""
@@ -38,8 +43,7 @@ class Folder:
 
     def is_as(self, modified_ns: int) -> bool:
         """Whether the listing still holds for a folder with this modification time."""
-        tick = COARSE_TICK_NS if modified_ns % 1_000_000_000 == 0 else TICK_NS
-        return self.modified_ns == modified_ns and modified_ns + tick < self.listed_ns
+        return self.modified_ns == modified_ns and is_settled(modified_ns, self.listed_ns)
 
 
 @dataclass(frozen=True)

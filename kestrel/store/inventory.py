@@ -73,7 +73,7 @@ class Inventory:
             self.counters.add("adopted_pages", num_adopted)
             self.counters.add("lost_pages", num_lost)
             if num_before == 0:
-                catalog.order_by_last_use()
+                catalog.order_by_age()
             catalog.truncate_log()
         return changed
 
@@ -124,7 +124,7 @@ class Inventory:
             first=header.first,
             num_tokens=header.num_tokens,
             nbytes=status.st_size,
-            used=status.st_mtime,
+            created=status.st_mtime,
             tokens=order_bytes(page.tokens),
         )
 

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple, get_args
 
 KvDtype = Literal["float32", "int8"]
 
-SAFETENSORS_DTYPES: dict[str, str] = {"float32": "F32", "int8": "I8", "int32": "I32"}
+SAFETENSORS_DTYPES: dict[str, str] = {"float32": "F32", "int8": "I8"}
 ITEM_NBYTES: dict[str, int] = {"F32": 4, "I8": 1, "I32": 4}
 
 

@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 from time import time
@@ -38,6 +38,7 @@ class Room:
         self.counters = counters
         self.lock = threading.Lock()
         self.protected: Counter[bytes] = Counter()
+        self.is_short = False  # the last sweep could not reach the limits
 
     @contextmanager
     def protect(self, keys: Iterable[bytes]) -> Iterator[None]:
@@ -78,13 +79,17 @@ class Room:
             )
         self.evict(catalog, plan)
 
-    def sweep(self, catalog: Catalog, count: Count, dry_run: bool) -> list[Eviction]:
-        """Evict all expired pages and what exceeds the limits, as far as possible; returns what left, or would."""
+    def plan_sweep(self, catalog: Catalog, count: Count, in_vain: bool) -> list[Eviction]:
+        """What a sweep removes: all expired pages, and what exceeds the limits; see `Store.sweep`."""
         shortage = self.shortage(catalog, count, 0, 0, 0)
         plan = self.plan(catalog, count, shortage, keep=None, all_expired=True)
-        if shortage.is_over():
+        is_short = shortage.is_over()
+        if is_short and not self.is_short:
             log.warning("%s cannot be brought within its limits: %s", self.tree.root, shortage)
-        return plan if dry_run else self.evict(catalog, plan)
+        self.is_short = is_short
+        if is_short and not in_vain:
+            return [eviction for eviction in plan if eviction.reason == "expired"]
+        return plan
 
     def shortage(
         self, catalog: Catalog, count: Count, new_bytes: int, new_files: int, new_tokens: int
@@ -148,7 +153,7 @@ class Room:
         """
         return self.num_links(page) == 1 and self.is_published(page)
 
-    def evict(self, catalog: Catalog, plan: list[Eviction]) -> list[Eviction]:
+    def evict(self, catalog: Catalog, plan: Sequence[Eviction]) -> list[Eviction]:
         """Carry out a plan; returns what left.
 
         A page that got a child, a pin or protection since the plan was made stays, and with it its ancestors.

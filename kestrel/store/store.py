@@ -1,8 +1,9 @@
 """The store: artifacts of pages under one root, found by their tokens, kept within limits.
 
 Any number of processes may use one root. Finding and reading take no lock; publishing and deleting take the
-store's lock for the time of one page. What counts is on disk in the artifacts: the catalog beside them is made
-anew from their headers whenever it is missing, damaged or deleted, also while the store is in use.
+store's lock for the time of one page, or of a few evictions. What counts is on disk in the artifacts: the
+catalog beside them is made anew from their headers whenever it is missing, damaged or deleted, also while the
+store is in use.
 """
 
 import logging
@@ -15,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from time import time
+from time import sleep, time
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ import xxhash
 from kestrel.errors import ArtifactError, StoreError
 from kestrel.identity import Namespace, Tokens, as_tokens, canonical_json, page_key
 from kestrel.identity import prefix_sha256 as sha256_of
-from kestrel.store.artifact import HEX_SHA256, OpenPage, PageHeader, encode_header, parse_object, read_exactly
+from kestrel.store.artifact import HEX_SHA256, OpenPage, PageHeader, encode_header, parse_object, read_small
 from kestrel.store.branches import find_trunk
 from kestrel.store.catalog import (
     CATALOG_FILES,
@@ -42,7 +43,7 @@ from kestrel.store.catalog import (
 from kestrel.store.census import IDENTITY_NAME, LOCK_NAME
 from kestrel.store.counters import Counters
 from kestrel.store.eviction import Eviction, Limits
-from kestrel.store.files import FileTree, FolderLock, Holding, Names, page_names
+from kestrel.store.files import LOCK_POLL_SECONDS, FileTree, FolderLock, Holding, Names, page_names
 from kestrel.store.inventory import Inventory
 from kestrel.store.layout import PageLayout
 from kestrel.store.match import Match, PageRef, Start, find_prefix
@@ -65,6 +66,8 @@ __all__ = [
 log = logging.getLogger("kestrel.store")
 
 WRITE_SECONDS = 10.0  # how long a publish waits for another process that is publishing
+EVICTIONS_AT_ONCE = 64  # under one hold of the lock
+EVICTION_REST_SECONDS = 2 * LOCK_POLL_SECONDS  # between two, for those who wait for it
 OPEN_SECONDS = 2.0  # how long opening waits before it does without removing leftovers
 MAX_IDENTITY_NBYTES = 1 << 20
 HOUR_SECONDS = 3600
@@ -339,7 +342,7 @@ class Store:
             )
             chunks = [encode_header(layout, header), *payload, tokens]
             nbytes = sum(memoryview(chunk).nbytes for chunk in chunks)
-            with self._writing() as holding:
+            with self.writing() as holding:
                 count = self._inventory.reconcile(catalog, holding)
                 if self._has_page(catalog, namespace.digest, key):
                     return 0
@@ -349,7 +352,7 @@ class Store:
                 )
                 self._check_budget(catalog, nbytes, now)
                 self._room.make(catalog, count, page, nbytes + len(identity_bytes))
-                self._write_identity(namespace, identity_bytes)
+                self.write_identity(namespace.digest, identity_bytes)
                 if not self._tree.publish_file(page_names(namespace.digest, key), chunks):
                     raise StoreError(f"{self.page_path(namespace.digest, key)} was put there by someone else")
                 self._inventory.census.expect(page_names(namespace.digest, key)[:2])
@@ -400,9 +403,12 @@ class Store:
         self._inventory.set_aside(catalog, names, f"expected a file of {page.nbytes} bytes, found {found}")
         return False
 
-    def _write_identity(self, namespace: Namespace, identity_bytes: bytes) -> None:
-        """Write identity.json of a namespace unless it is there; what else has its name is moved away."""
-        names = (namespace.name, IDENTITY_NAME)
+    def write_identity(self, namespace: bytes, identity_bytes: bytes) -> None:
+        """Write identity.json of a namespace digest unless it is there; what else has its name is moved away.
+
+        The caller is `writing`. OSError as the system gives it.
+        """
+        names = (namespace.hex()[:16], IDENTITY_NAME)
         if self._tree.status(names) is not None:
             try:
                 if self._read_small(names) == identity_bytes:
@@ -415,14 +421,7 @@ class Store:
 
     def _read_small(self, names: Names) -> bytes:
         """Content of a small regular file; ArtifactError if it is something else."""
-        fd = self._tree.open_file(names)
-        try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_IDENTITY_NBYTES:
-                raise ArtifactError(f"{self.root.joinpath(*names)} is not a regular file of a sane size")
-            return read_exactly(fd, status.st_size, 0)
-        finally:
-            os.close(fd)
+        return read_small(self._tree.open_file(names), self.root.joinpath(*names), MAX_IDENTITY_NBYTES)
 
     def covers(self, namespace: Namespace, parent: bytes, tokens: Tokens) -> bool:
         """Whether a child of `parent` is stored that begins with `tokens` and goes on: no need to save these."""
@@ -456,14 +455,14 @@ class Store:
             ]
             if not evictions:
                 return 0
-            with self._writing():
+            with self.writing():
                 return len(self._room.evict(catalog, evictions))
 
         with os_errors(f"remove covered pages in {self.root}"):
             return self._ask(remove)
 
     @contextmanager
-    def _writing(self) -> Iterator[Holding]:
+    def writing(self) -> Iterator[Holding]:
         """Hold the store's lock, of this process and against others; StoreError if it cannot be had in time."""
         with self._lock.held(WRITE_SECONDS) as holding:
             if holding is not Holding.ALL:
@@ -503,15 +502,17 @@ class Store:
         """
         return self._room.protect(keys)
 
-    def sweep(self, dry_run: bool = False) -> list[Eviction]:
+    def sweep(self, dry_run: bool = False, in_vain: bool = True) -> list[Eviction]:
         """Remove expired pages and whatever exceeds the limits; returns what left, or would leave.
 
-        Goes as far as it can when pinned pages or strangers keep it from reaching a limit.
+        in_vain: go as far as possible where a limit cannot be reached, because of pinned pages, strangers, or others
+        who fill the disk. If not, only what has expired leaves then: emptying the store would help nobody.
         """
 
         def remove(catalog: Catalog) -> list[Eviction]:
-            with self._writing() as holding:
-                return self._room.sweep(catalog, self._inventory.reconcile(catalog, holding), dry_run)
+            with self.writing() as holding:
+                plan = self._room.plan_sweep(catalog, self._inventory.reconcile(catalog, holding), in_vain)
+            return plan if dry_run else self._evict(catalog, plan)
 
         with os_errors(f"sweep {self.root}"):
             return self._ask(remove)
@@ -524,12 +525,20 @@ class Store:
         ordered = sorted(pages, key=lambda page: page.first, reverse=True)
 
         def remove_all(catalog: Catalog) -> list[Eviction]:
-            evictions = [self._room.eviction(page, "removed on request") for page in ordered]
-            with self._writing():
-                return self._room.evict(catalog, evictions)
+            return self._evict(catalog, [self._room.eviction(page, "removed on request") for page in ordered])
 
         with os_errors(f"remove pages from {self.root}"):
             return self._ask(remove_all)
+
+    def _evict(self, catalog: Catalog, plan: Sequence[Eviction]) -> list[Eviction]:
+        """Carry out a plan in pieces, so that whoever saves gets the lock in between; returns what left."""
+        done: list[Eviction] = []
+        for start in range(0, len(plan), EVICTIONS_AT_ONCE):
+            if start:
+                sleep(EVICTION_REST_SECONDS)
+            with self.writing():
+                done += self._room.evict(catalog, plan[start : start + EVICTIONS_AT_ONCE])
+        return done
 
     # Damage and files that come and go
 

@@ -34,6 +34,14 @@ TEXTS = {
     "rules": "\n".join(f"{n}. Do not do {n * 3}." for n in range(16)),
 }
 
+# What a DVC command does for as long as it runs.
+HOLD_LOCK = """
+import dvc.repo, time
+with dvc.repo.Repo(".").lock:
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
 
 @dataclass
 class Board:

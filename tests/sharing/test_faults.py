@@ -11,7 +11,7 @@ import pytest
 
 from kestrel.sharing import ondemand
 from kestrel.sharing.repository import file_md5
-from tests.sharing.conftest import TEXTS, Board, answer, pulled_pages
+from tests.sharing.conftest import HOLD_LOCK, TEXTS, Board, answer, pulled_pages
 
 PROMPT = f"{TEXTS['manual']} Q"
 
@@ -72,6 +72,47 @@ def test_it_is_tried_again(clone: Board, monkeypatch: pytest.MonkeyPatch) -> Non
         assert prefill(runtime, PROMPT).pull_problem  # type: ignore[attr-defined]
         away.rename(remote_folder(clone))
         assert prefill(runtime, f"{TEXTS['tools']} x").pulled_tokens > 200  # type: ignore[attr-defined]
+
+
+def test_a_repaired_configuration_is_noticed(clone: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ondemand, "RETRY_SECONDS", 0.0)
+    url = str(remote_folder(clone))
+    clone.run("dvc", "remote", "remove", "storage")
+    with clone.runtime("cache.max_prefix_tokens=16") as runtime:
+        assert prefill(runtime, PROMPT).pull_problem  # type: ignore[attr-defined]
+        clone.run("dvc", "remote", "add", "--default", "storage", url)
+        assert prefill(runtime, f"{TEXTS['tools']} x").pulled_tokens > 200  # type: ignore[attr-defined]
+
+
+def test_what_dvc_s_cache_has_comes_back_while_another_command_holds_dvc_s_lock(clone: Board) -> None:
+    clone.run("kestrel", "kv", "pull")
+    for page in clone.published():
+        page.path.unlink()
+    holder = clone.start("python", "-c", HOLD_LOCK)  # as `dvc push` does for as long as it sends
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    try:
+        with clone.runtime() as runtime:
+            stats = prefill(runtime, PROMPT)
+            assert stats.pulled_tokens > 300 and stats.pull_ms < 5000  # type: ignore[attr-defined]
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def test_a_damaged_object_is_not_sent(clone: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    clone.run("kestrel", "kv", "pull")
+    page = clone.published()[0]
+    cached = clone.root / ".dvc" / "cache" / "files" / "md5" / page.md5[:2] / page.md5[2:]
+    whole = page.path.read_bytes()
+    page.path.unlink()
+    page.path.write_bytes(whole)  # computed and saved anew
+    cached.chmod(0o644)
+    cached.write_bytes(whole[:-4] + b"\xff\x00\xff\x00")
+    for sent in remote_folder(clone).rglob(page.md5[2:]):
+        sent.unlink()
+    clone.run("kestrel", "kv", "push")
+    assert [file_md5(sent) for sent in remote_folder(clone).rglob(page.md5[2:])] == [page.md5]
+    assert file_md5(cached) == page.md5
 
 
 def test_a_silent_remote_costs_no_more_than_the_bound(clone: Board, silent_url: str) -> None:

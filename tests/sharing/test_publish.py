@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,18 @@ def test_a_clone_without_data_lists_and_resolves(clone: Board) -> None:
     assert clone.check_store() == 4
     assert "2 pages pulled" in clone.run("kestrel", "kv", "pull")
     assert json.loads(clone.run("dvc", "status", "--json")) == {}
+
+
+def test_marks_are_seen_where_file_times_are_whole_seconds(clone: Board) -> None:
+    page = clone.published()[0]
+    mark, second = page.mark_path.read_bytes(), int(time.time())
+    page.mark_path.unlink()
+    os.utime(page.mark_path.parent, (second, second))
+    listing = Listing(clone.kv).refresh()
+    assert page.key not in {other.key for other in listing.pages}
+    page.mark_path.write_bytes(mark)  # within the same second
+    os.utime(page.mark_path.parent, (second, second))
+    assert page.key in {other.key for other in listing.refresh().pages}
 
 
 def test_what_kestrel_publishes_dvc_pulls(clone: Board) -> None:

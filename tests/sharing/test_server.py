@@ -15,17 +15,10 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import ServerProcess
-from tests.sharing.conftest import TEXTS, Board, free_port, pulled_pages, wait_for, wait_for_http
+from tests.sharing.conftest import HOLD_LOCK, TEXTS, Board, free_port, pulled_pages, wait_for, wait_for_http
 
 PROMPT = f"{TEXTS['manual']} What is said about person 9?"
 SECONDS = "cache.pull_seconds=60"  # longer than anything that is waited for here
-
-HOLD_LOCK = """
-import dvc.repo, time
-with dvc.repo.Repo(".").lock:
-    print("held", flush=True)
-    time.sleep(600)
-"""
 
 Serve = Callable[..., ServerProcess]
 

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -147,9 +148,9 @@ def test_order_of_what_reaches_the_disk(root: Path, monkeypatch: pytest.MonkeyPa
         catalog = store._current_catalog()
         insert = catalog.insert
 
-        def watch_insert(pages: list[NewPage], hour: int | None = None) -> int:
+        def watch_insert(pages: list[NewPage], *rest: Any) -> int:
             events.append("row")
-            return insert(pages, hour)
+            return insert(pages, *rest)
 
         monkeypatch.setattr(catalog, "insert", watch_insert)
         events.clear()

@@ -2,14 +2,16 @@
 
 import os
 import random
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kestrel.errors import StoreError
 from kestrel.identity import Tokens, as_tokens
-from kestrel.store.catalog import LOG_NBYTES
+from kestrel.store.catalog import CATALOG_FILES, LOG_NBYTES
 from kestrel.store.store import Store
 from tests.store.pages import LAYOUT, NAMESPACE, all_bytes, open_store, publish, restore
 
@@ -261,6 +263,66 @@ def test_free_space_floor(root: Path) -> None:
             publish(store, session(1))
         assert stored(store) == {*keys}  # not in vain
         assert [eviction.reason for eviction in store.sweep()] == ["least recently used"] * 2
+
+
+def test_a_server_does_not_empty_its_store_because_others_fill_the_disk(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_store(root) as store:
+        old, young = publish(store, session(0)), publish(store, session(1))
+        store.expire(old, 0.01)
+    disk = os.statvfs(root)
+    time.sleep(0.02)
+    with open_store(root, min_free_bytes=disk.f_blocks * disk.f_frsize) as store:
+        assert [eviction.reason for eviction in store.sweep(in_vain=False)] == ["expired"] * len(old)
+        assert store.sweep(in_vain=False) == []
+        assert stored(store) == {*young}
+        assert caplog.text.count("cannot be brought within its limits") == 1  # not once for every sweep
+
+
+def test_pages_found_by_a_rebuild_or_a_pull_have_their_whole_time_to_live(root: Path) -> None:
+    with open_store(root) as store:
+        keys = publish(store, session(0))
+        paths = [store.page_path(row.namespace, row.key) for row in store.list_pages()]
+    for path in paths:  # as a hard link from elsewhere, or a page that was written long ago and used just now
+        os.utime(path, (time.time() - 1e6,) * 2)
+    for name in CATALOG_FILES:
+        (root / name).unlink(missing_ok=True)
+    with open_store(root, ttl_seconds=3600) as store:
+        assert store.usage().files == len(keys)
+        assert store.sweep() == []
+        leaf = max(store.list_pages(), key=lambda row: row.first)
+        store.remove([leaf])
+        publish(store, session(0))
+        path = store.page_path(leaf.namespace, leaf.key)
+        os.utime(path, (time.time() - 1e6,) * 2)
+    with open_store(root, ttl_seconds=3600) as store:
+        store.adopt(path)
+        assert store.sweep() == []
+
+
+def test_others_save_while_many_pages_leave(root: Path) -> None:
+    with open_store(root) as store, open_store(root) as other:
+        for number in range(100):
+            publish(store, session(number, 16))
+        store.expire([row.key for row in store.list_pages()], 0.001)
+        time.sleep(0.01)
+        evict, saved = store._room.evict, []
+
+        def evict_and_let_others_wait(*args: Any) -> list[Any]:
+            waiting = threading.Thread(
+                target=lambda: saved.append(publish(other, session(500 + len(saved), 16)))
+            )
+            waiting.start()
+            threads.append(waiting)
+            return evict(*args)
+
+        threads: list[threading.Thread] = []
+        store._room.evict = evict_and_let_others_wait  # type: ignore[method-assign]
+        assert len(store.sweep()) == 100
+        for thread in threads:
+            thread.join()
+        assert len(threads) > 1 and len(saved) == len(threads)
 
 
 def test_removing_covered_pages(store: Store) -> None:
