@@ -188,6 +188,7 @@ def load_config(overrides: Sequence[str] = (), config_dir: Path | None = None) -
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     packaged = (config_dir or packaged_config_dir()).resolve()
     folders = [packaged]
@@ -202,6 +203,9 @@ def load_config(overrides: Sequence[str] = (), config_dir: Path | None = None) -
             composed = compose("config", overrides=words)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"the configuration cannot be composed: {_first_lines(error)}") from error
+    except (YAMLError, UnicodeDecodeError) as error:
+        place = f" of {own}" if len(folders) > 1 else ""
+        raise ConfigError(f"a file{place} is no YAML: {error}") from error
     return from_omegaconf(composed)
 
 
@@ -586,6 +590,6 @@ def _listed(names: Sequence[str], last: str) -> str:
 def _first_lines(error: Exception) -> str:
     """The part of a Hydra or OmegaConf message that helps; the rest is its internal state."""
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
-    noise = ("object_type", "provider=", "See http", "3. To sweep")
+    noise = ("object_type", "provider=", "See http", "3. To sweep", "Config search path")
     kept = [line for line in lines if not line.lstrip().startswith(noise)]
     return "\n  ".join(kept[:4]).replace("'++", "'") or type(error).__name__

@@ -76,6 +76,7 @@ class Runtime:
         common = Scope.of(self.identity)
         self.namespace: Namespace = common.namespace
         self.store: Store | None = None
+        self.store_problem: str | None = None  # why it could not be used at the start
         self.writer: Writer | None = None
         if config.cache.enabled:
             self._open_store()
@@ -123,6 +124,7 @@ class Runtime:
             self._log(f"[KV-DISK] index: {store.usage().files} checkpoint(s) in {cache.root}")
         except StoreError as error:
             self._log(f"[KV-DISK] the store cannot be used now, prompts are computed until it can: {error}")
+            self.store_problem = str(error)
         self.store = store
         self.writer = Writer(store, self.engine.pool, cache.save_queue_pages, self._log)
 

@@ -91,6 +91,10 @@ def test_version(capsys: Captured) -> None:
         (["kv"], "COMMAND"),
         (["kv", "show"], "which page?"),
         (["kv", "find"], "what should be looked for?"),
+        (
+            ["kv", "publish", "assistant"],
+            "which has none; add one with prefixes=NAME (there are assistant, manual",
+        ),
     ],
 )
 def test_wrong_usage_exits_2_and_says_what_is_wrong(words: list[str], part: str, capsys: Captured) -> None:
@@ -181,9 +185,12 @@ def test_looking_at_no_store_says_so_and_creates_none(
     command: list[str], tmp_path: Path, capsys: Captured
 ) -> None:
     root = tmp_path / "kv"
-    assert main([*command, f"cache.root={root}"]) == 0
-    assert "nothing is stored yet" in capsys.readouterr().out
+    assert main([*command, f"cache.root={root}"]) == (command == ["kv", "verify"])
+    assert f"nothing is stored yet: there is no folder {root}" in capsys.readouterr().out
     assert not root.exists()
+    root.write_text("a file")
+    assert main([*command, f"cache.root={root}"]) == 1
+    assert f"cache.root must be a folder, found {root}" in capsys.readouterr().err
 
 
 def test_ls_of_no_store_as_json(tmp_path: Path, capsys: Captured) -> None:

@@ -204,6 +204,17 @@ def test_a_conf_folder_of_ones_own_adds_options(tmp_path: Path, monkeypatch: pyt
     assert "tiny" in message("cache=tinny")
 
 
+@pytest.mark.parametrize("content", [b"max_bytes: [64", b"root: \xff\xfe"])
+def test_a_file_of_ones_own_that_is_no_yaml(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "conf" / "cache"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    assert f"a file of {tmp_path / 'conf'} is no YAML" in message("cache=mine")
+
+
 def test_a_file_of_ones_own_is_checked_like_the_shipped_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

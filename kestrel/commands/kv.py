@@ -1,6 +1,7 @@
 """`kestrel kv …`: what the store holds, and keeping it in order."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from kestrel.commands.parsers import add_command, suggest
 from kestrel.commands.progress import Working
 from kestrel.commands.texts import count, print_json, print_table, size
 from kestrel.config import Config
-from kestrel.errors import KestrelError, RequestError
+from kestrel.errors import KestrelError, RequestError, StoreError
 
 if TYPE_CHECKING:
     from kestrel.commands.parsers import Subparsers
@@ -96,7 +97,7 @@ kv find --json engine=int4 "Once upon a time"
         verify,
         summary="read every artifact and check its digests",
         description="Read every artifact and check its structure, its digests and its place in the chain of pages. "
-        "Exit code 1 if any is damaged.",
+        "Exit code 1 if any is damaged, or if there is no store.",
         examples="kv verify\nkv verify --quarantine",
     )
     parser.add_argument(
@@ -161,7 +162,7 @@ def show(args: argparse.Namespace, config: Config) -> int:
         args.parser.error("which page? give its KEY or the beginning of it, as `kestrel kv ls` shows it")
     store = _open_store(config)
     if store is None:
-        raise KestrelError(f"there is no store at {config.cache.root} (cache.root)")
+        raise KestrelError(f"there is no store at {os.path.abspath(config.cache.root)} (cache.root)")
     with store:
         key = store.resolve_key(args.operand)
         chain = store.chain(key)
@@ -238,10 +239,10 @@ def find(args: argparse.Namespace, config: Config) -> int:
 
 
 def verify(args: argparse.Namespace, config: Config) -> int:
-    """Check all artifacts; damaged ones are listed with the reason."""
+    """Check all artifacts; damaged ones are listed with the reason. Without a store nothing is in order."""
     store = _open_store(config)
     if store is None:
-        return _report_no_store(args, config)
+        return _report_no_store(args, config) or 1
     with store, Working("verifying") as working:
         result = store.verify(working.report, quarantine=args.quarantine)
     for path, reason in result.damaged:
@@ -287,6 +288,8 @@ def _open_store(config: Config) -> "Store | None":
     """The configured store, or None where nothing has been stored yet (listing must not create it)."""
     root = Path(config.cache.root)
     if not root.is_dir():
+        if os.path.lexists(root):
+            raise StoreError(f"cache.root must be a folder, found {root.absolute()}, which is none")
         return None
     from kestrel.configured import configured_store
 
@@ -310,6 +313,6 @@ def _report_no_store(args: argparse.Namespace, config: Config) -> int:
     if getattr(args, "json", False):
         print_json({"root": config.cache.root, "pages": []})
     else:
-        print(f"nothing is stored yet: there is no folder {config.cache.root} (cache.root)")
+        print(f"nothing is stored yet: there is no folder {os.path.abspath(config.cache.root)} (cache.root)")
         suggest(args, 'generate "a prompt of a few sentences"')
     return 0

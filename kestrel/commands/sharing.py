@@ -1,6 +1,7 @@
 """`kestrel kv publish | push | pull | rm` and what they list: KV that travels with the repository."""
 
 import argparse
+import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,7 +11,7 @@ from kestrel.commands.listing import KEY_DIGITS, describe_identity
 from kestrel.commands.parsers import add_command, suggest
 from kestrel.commands.progress import Working
 from kestrel.commands.texts import count, print_json, print_table, size
-from kestrel.config import Config
+from kestrel.config import Config, group_options
 
 if TYPE_CHECKING:
     from kestrel.commands.parsers import Subparsers
@@ -94,7 +95,15 @@ def publish(args: argparse.Namespace, config: Config) -> int:
     from kestrel.configured import configured_store
     from kestrel.sharing.exchange import Outcome, open_repository
     from kestrel.sharing.exchange import publish as publish_pages
+    from kestrel.store.store import KEY_TEXT
 
+    for word in args.operands:
+        if word not in config.prefixes and not KEY_TEXT.fullmatch(word.lower()):
+            args.parser.error(
+                f"{word!r} is no key of a page, and no prefix of the configuration, which has "
+                f"{', '.join(sorted(config.prefixes)) or 'none'}; add one with prefixes=NAME "
+                f"(there are {', '.join(group_options('prefixes'))}) or prefixes.NAME.file=FILE"
+            )
     if args.name is not None and len(args.operands) > 1:
         args.parser.error("--as gives a name to one prefix; publish the others by themselves")
     repository = open_repository(Path(config.cache.root))
@@ -285,7 +294,7 @@ def _prepared_key(name: str, config: Config) -> bytes:
 
 
 def _report_nothing(args: argparse.Namespace, config: Config) -> int:
-    print(f"nothing is published in {config.cache.root} (cache.root)")
+    print(f"nothing is published in {os.path.abspath(config.cache.root)} (cache.root)")
     suggest(args, "kv publish assistant prefixes=assistant")
     return 0
 

@@ -42,7 +42,7 @@ def add_parser(commands: "Subparsers", shared: argparse.ArgumentParser) -> None:
         summary="show what a running server is doing",
         description="Show what a running server is doing: requests, tokens a second, where prompts came from, "
         f"latencies, the store. With API keys, an admin's in {KEY_VARIABLE}.",
-        examples="top\ntop http://board.local:8080\ntop --once server.port=9000",
+        examples="top\ntop board.local:8080\ntop --once server.port=9000",
         operand=("URL", "where the server is; left out, where the configuration says it listens"),
     )
     parser.add_argument("--once", action="store_true", help="print one reading and end")
@@ -54,7 +54,8 @@ def run(args: argparse.Namespace, config: Config) -> int:
     if not args.seconds > 0:
         args.parser.error("--seconds must be more than 0")
     host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
-    url = (args.operand or f"http://{host}:{config.server.port}").rstrip("/")
+    url = (args.operand or f"{host}:{config.server.port}").rstrip("/")
+    url = url if "://" in url else f"http://{url}"
     before = None
     now = read(url)
     if args.once or not sys.stdout.isatty():
@@ -81,8 +82,8 @@ def _get(url: str) -> str:
     import urllib.request
 
     key = os.environ.get(KEY_VARIABLE)
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
         with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
             text: str = answer.read().decode("utf-8")
             return text

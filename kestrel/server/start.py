@@ -43,6 +43,8 @@ def serve(config: Config, log: Log = log_to_stderr) -> None:
             gc.freeze()
             gc.enable()
             ready = f"kestrel: listening on {url_of(bound)} (model {runtime.name})"
+            if runtime.store_problem is not None:
+                ready += f"; nothing is stored or restored until the store works: {runtime.store_problem}"
             Listener(app, app.state.worker, journal.line, ready).run_on(bound)
             journal.line("kestrel: saving what was computed …")
         finally:

@@ -51,5 +51,5 @@ def test_a_running_server(start_server: Any, tiny_words: tuple[str, ...]) -> Non
 
 
 def test_no_server() -> None:
-    code, text = top("http://127.0.0.1:9")
+    code, text = top("127.0.0.1:9")
     assert code == 1 and "no server answers at http://127.0.0.1:9" in text and "Traceback" not in text

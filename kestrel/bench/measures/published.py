@@ -18,7 +18,8 @@ from kestrel.bench.measures.setting import log_line
 from kestrel.bench.measures.synthetic import SyntheticStore, write_store
 from kestrel.bench.records import BenchError
 from kestrel.config import Config
-from kestrel.sharing.listing import TICK_NS, Listing
+from kestrel.sharing.listing import Listing
+from kestrel.store.census import TICK_NS
 from kestrel.store.store import Limits, Store
 
 SIZES = (10, 1_000, 2_000)
