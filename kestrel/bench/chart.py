@@ -177,7 +177,7 @@ def _canvas(width: float, height: float) -> "Canvas":
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure as Canvas
     except ImportError as error:
-        raise BenchError("the chart needs matplotlib: pip install 'kestrel[plots]'") from error
+        raise BenchError("the chart needs matplotlib: pip install matplotlib") from error
     canvas = Canvas(figsize=(width, height), dpi=150, facecolor=PAPER)
     FigureCanvasAgg(canvas)
     return canvas

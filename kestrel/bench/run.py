@@ -44,7 +44,7 @@ def run(config: Config, out: Path = OUT, log: Log = log_line) -> Report:
     (out / "report.html").write_text(render_page(report, []), encoding="utf-8")
     written = "report.html, report.md, report.json"
     if importlib.util.find_spec("matplotlib") is None:
-        log("no chart: it needs matplotlib (pip install 'kestrel[plots]')")
+        log("no chart: it needs matplotlib (pip install matplotlib)")
     else:
         draw_report(report, out / "report.png")
         draw_breakdown(report, out / "breakdown.png")

@@ -268,9 +268,8 @@ class CachedSequence:
         """
         self.settle()
         self.forget()
-        size, cache = self._pool.page_tokens, self._cache
-        rest = as_tokens(self.tokens[len(self._keys) * size : self._computed])
-        parent = self._course.parent_of(len(self._keys), self._keys)
+        cache = self._cache
+        parent, rest = self._rest()
         partial = [page_key(parent, rest[:rows]) for rows in range(1, len(rest) + 1)]
         self._pool.forget([*self._keys, *partial, *self._taken])
         if cache.store is None:
@@ -544,14 +543,17 @@ class CachedSequence:
         """Whether what it computes is not to be found by others."""
         return self._is_forgotten or self.stats.foreign is not None
 
+    def _rest(self) -> tuple[bytes, Tokens]:
+        """The tokens of the last, partial page, and what it names as its parent."""
+        tokens = as_tokens(self.tokens[len(self._keys) * self._pool.page_tokens : self._computed])
+        return self._course.parent_of(len(self._keys), self._keys), tokens
+
     def _remember_rest(self) -> None:
         """Let others find the rows of the last, partial page; this sequence goes on writing behind them."""
-        size = self._pool.page_tokens
-        index = len(self._keys)
-        rest = as_tokens(self.tokens[index * size : self._computed])
+        parent, rest = self._rest()
         with self._naming:
             if len(rest) and not self._is_nameless:
-                self._pool.remember(self._table[index], self._course.parent_of(index, self._keys), rest)
+                self._pool.remember(self._table[len(self._keys)], parent, rest)
 
     def _save(
         self,
@@ -575,30 +577,25 @@ class CachedSequence:
 
     def _save_rest(self) -> None:
         """The last, partial page: remembered and saved under a key of its own."""
+        size, index = self._pool.page_tokens, len(self._keys)
+        parent, rest = self._rest()
+        key = page_key(parent, rest) if len(rest) else self._keys[-1] if self._keys else parent
         with self._naming:
-            if not self._is_nameless:
-                self._name_rest()
-
-    def _name_rest(self) -> None:
-        size = self._pool.page_tokens
-        index = len(self._keys)
-        rest = as_tokens(self.tokens[index * size : self._computed])
-        parent = self._course.parent_of(index, self._keys)
-        key = self._keys[-1] if self._keys else parent
-        if len(rest):
-            key = page_key(parent, rest)
-            self._pool.remember(self._table[index], parent, rest)
-            if key not in self._stored:
+            if self._is_nameless or not self._computed:
+                return
+            if len(rest):
+                self._pool.remember(self._table[index], parent, rest)
+            if len(rest) and key not in self._stored:
                 self._hash.update(rest.tobytes())
                 scope = self._course.scope_of(index)
                 self._save(self._table[index], scope, key, parent, index * size, rest, self._hash.hexdigest())
-        if not self._computed:
-            return
-        limit, num_saved = self._cache.policy.max_prefix_tokens, self._computed
-        if self._keeping.persist and limit is not None and limit < num_saved and limit >= size:
-            num_saved = limit // size * size
-            key = self._keys[limit // size - 1]
-        self.last_key = key
-        if self._cache.writer is not None and self._keeping.persist:
-            scope = self._course.scope_of((num_saved - 1) // size)
-            self._cache.writer.end_request(RequestEnd(num_saved, scope, key, self.saves, self._keeping.pin))
+            limit, num_saved = self._cache.policy.max_prefix_tokens, self._computed
+            if self._keeping.persist and limit is not None and size <= limit < num_saved:
+                num_saved = limit // size * size
+                key = self._keys[limit // size - 1]
+            self.last_key = key
+            if self._cache.writer is not None and self._keeping.persist:
+                scope = self._course.scope_of((num_saved - 1) // size)
+                self._cache.writer.end_request(
+                    RequestEnd(num_saved, scope, key, self.saves, self._keeping.pin)
+                )

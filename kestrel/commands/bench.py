@@ -31,9 +31,7 @@ MEASURES = {
         "measures.speculate", "answers with drafts from the session's own text, and without"
     ),
     "attention": Measure("measures.attention", "the attention kernel beside onnxruntime's operator"),
-    "peer": Measure(
-        "measures.peer", "prefill, decode, restart beside llama.cpp (pip install 'kestrel[bench]')"
-    ),
+    "peer": Measure("measures.peer", "prefill, decode, restart beside llama.cpp (pip install xllamacpp)"),
     "store": Measure("measures.store", "finding, opening and evicting among many artifacts"),
     "published": Measure("measures.published", "listing and DVC's commands among many published pages"),
     "startup": Measure("measures.startup", "process start to listening, imports, memory"),

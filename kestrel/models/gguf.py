@@ -176,7 +176,6 @@ class GGUFCheckpoint:
         eos = [end for end in ends if end is not None]
         return Tokenizer(
             backend,
-            bos,
             eos,
             prefix=[bos] if wants_bos and bos is not None else [],
             suffix=eos[:1] if self._metadata.get("tokenizer.ggml.add_eos_token") else [],

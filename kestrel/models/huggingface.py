@@ -155,7 +155,7 @@ class HuggingFaceCheckpoint:
             end = backend.token_to_id(tokens["eos_token"])
             ends |= set() if end is None else {end}
         refused = VISION_TOKENS if self._config["architectures"][0] == _VISION else ()
-        return Tokenizer(backend, bos, ends, prefix, suffix, refused)
+        return Tokenizer(backend, ends, prefix, suffix, refused)
 
     def chat_template(self) -> ChatTemplate | None:
         """chat_template.jinja, else chat_template.json, else what tokenizer_config.json holds."""

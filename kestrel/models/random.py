@@ -86,7 +86,7 @@ class RandomCheckpoint:
         tokens = [*SPECIAL_TOKENS, *byte_characters().values()]
         backend: tokenizers.Tokenizer = byte_level_tokenizer(tokens, [], "gpt-2")
         add_tokens(backend, special=SPECIAL_TOKENS, plain=())
-        return Tokenizer(backend, bos=None, eos_ids=[SPECIAL_TOKENS.index("<|im_end|>")])
+        return Tokenizer(backend, eos_ids=[SPECIAL_TOKENS.index("<|im_end|>")])
 
     def chat_template(self) -> ChatTemplate:
         """ChatML."""

@@ -53,7 +53,6 @@ class Tokenizer:
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
-        bos: int | None,
         eos_ids: Iterable[int],
         prefix: Sequence[int] = (),
         suffix: Sequence[int] = (),
@@ -67,8 +66,6 @@ class Tokenizer:
         self._prefix = list(prefix)
         self._suffix = list(suffix)
         self._pieces, self._special_ids, self._drops_leading_space = _pieces(backend)
-        self.bos = bos
-        self.vocab_size = max(self._pieces, default=-1) + 1
         ends = {self.token_id(text) for text in TURN_ENDS} & self._special_ids
         self.eos_ids = frozenset(ends | set(eos_ids))
         self.refused = {

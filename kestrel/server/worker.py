@@ -91,10 +91,10 @@ class Ticket:
 
     def hand_over(self, event: Event | Exception) -> None:
         """Make `event` the next one read. May be called from any thread; nothing happens if the reader is gone."""
-        _hand_over([(self, event)])
+        _deliver([(self, event)])
 
 
-def _hand_over(events: Sequence[tuple[Ticket, Event | Exception]]) -> None:
+def _deliver(events: Sequence[tuple[Ticket, Event | Exception]]) -> None:
     """Make these the next ones their tickets' readers get, in this order.
 
     An event loop is woken once for all: each time it may take the interpreter from the engine.
@@ -435,7 +435,7 @@ class EngineWorker:
                 self._note_end(ticket, event)
             elif isinstance(event, Exception):
                 self.totals.add_outcome("failed")
-        _hand_over(events)
+        _deliver(events)
 
     def _take(self, ticket: Ticket) -> list[Event | Exception]:
         """What became final of one answer, or why it failed."""

@@ -95,7 +95,7 @@ def run(config: Config, out: Path, full: bool = False) -> Result:
     Full: int8 and int4 weights, 8K too, the restart with the page cache dropped too. BenchError without xllamacpp.
     """
     if importlib.util.find_spec("xllamacpp") is None:
-        raise BenchError("llama.cpp is not here: pip install 'kestrel[bench]'")
+        raise BenchError("llama.cpp is not here: pip install xllamacpp")
     observation = Observation(out)
     checkpoint, name = resolve_model(config.model)
     longest = config.model.context_tokens or checkpoint.geometry.context_tokens

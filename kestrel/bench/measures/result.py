@@ -186,7 +186,7 @@ def publish(result: Result, out: Path) -> None:
     (out / "result.md").write_text(result.markdown(), encoding="utf-8")
     written = "result.md, result.json"
     if importlib.util.find_spec("matplotlib") is None:
-        print("[BENCH] no picture: it needs matplotlib (pip install 'kestrel[plots]')", flush=True)
+        print("[BENCH] no picture: it needs matplotlib (pip install matplotlib)", flush=True)
     else:
         from kestrel.bench.measures.picture import draw
 
