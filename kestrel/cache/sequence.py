@@ -85,7 +85,7 @@ class CachedSequence:
         self._course = cache.course(tokens, scope)
         self._keeping = keeping
         self._scored = scored
-        self.last_key: bytes | None = None  # of the last page that is remembered and saved; known when closed
+        self.last_key: bytes | None = None  # of the page that the prefix ends with; known when closed
         self._table: list[int] = []
         self._computed = 0  # tokens whose K and V are in the pages
         self._draft: list[int] = []  # guesses that the next step computes behind the pending tokens
@@ -574,6 +574,9 @@ class CachedSequence:
         )
         if writer.submit(save):
             self._stored.add(key)
+            if save.ttl_seconds is not None and self._cache.store is not None:
+                # Until the next page continues it, its time may be over before this request ends.
+                self._guards.enter_context(self._cache.store.protect([key]))
 
     def _save_rest(self) -> None:
         """The last, partial page: remembered and saved under a key of its own."""
@@ -589,13 +592,12 @@ class CachedSequence:
                 self._hash.update(rest.tobytes())
                 scope = self._course.scope_of(index)
                 self._save(self._table[index], scope, key, parent, index * size, rest, self._hash.hexdigest())
+            self.last_key = key
+            if self._cache.writer is None or not self._keeping.persist:
+                return
             limit, num_saved = self._cache.policy.max_prefix_tokens, self._computed
-            if self._keeping.persist and limit is not None and size <= limit < num_saved:
+            if limit is not None and size <= limit < num_saved:
                 num_saved = limit // size * size
                 key = self._keys[limit // size - 1]
-            self.last_key = key
-            if self._cache.writer is not None and self._keeping.persist:
-                scope = self._course.scope_of((num_saved - 1) // size)
-                self._cache.writer.end_request(
-                    RequestEnd(num_saved, scope, key, self.saves, self._keeping.pin)
-                )
+            scope = self._course.scope_of((num_saved - 1) // size)
+            self._cache.writer.end_request(RequestEnd(num_saved, scope, key, self.saves, self._keeping.pin))

@@ -427,14 +427,14 @@ class EngineWorker:
     def _hand_over(self, tickets: Sequence[Ticket]) -> None:
         """Give the readers what became final; whatever happens, each one's last event is Finished or an error."""
         events = [(ticket, event) for ticket in tickets for event in self._take(ticket)]
-        finished = {ticket for ticket in tickets if _running(ticket).finished}
-        with self._changed:  # before their readers know, so that their places are free by then
-            self._running = [ticket for ticket in self._running if ticket not in finished]
         for ticket, event in events:
             if isinstance(event, Finished):
                 self._note_end(ticket, event)
             elif isinstance(event, Exception):
                 self.totals.add_outcome("failed")
+        finished = {ticket for ticket in tickets if _running(ticket).finished}
+        with self._changed:  # before their readers know, so that their places are free by then
+            self._running = [ticket for ticket in self._running if ticket not in finished]
         _deliver(events)
 
     def _take(self, ticket: Ticket) -> list[Event | Exception]:

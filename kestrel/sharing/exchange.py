@@ -205,8 +205,13 @@ def _start_receiving(remote: Remote, pages: Sequence[PublishedPage]) -> dict[byt
             except BaseException as error:
                 future.set_exception(error)
 
-    for _ in range(min(JOBS, len(pages))):
-        threading.Thread(target=receive, name="kestrel-receive", daemon=True).start()
+    for number in range(min(JOBS, len(pages))):
+        try:
+            threading.Thread(target=receive, name="kestrel-receive", daemon=True).start()
+        except RuntimeError:  # the process may have no more threads: those there are do it all
+            if not number:
+                raise
+            break
     return futures
 
 
@@ -223,19 +228,20 @@ def _place(
 ) -> None:
     """Put a page's object from the cache into the store; a damaged one is fetched again, once."""
 
-    def place() -> None:
+    def place() -> bool:
         store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with store.writing():
             store.write_identity(page.namespace, page.identity_text.encode("ascii"))
-            repository.place_object(page)
+            return repository.place_object(page)
 
     try:
-        place()
+        is_new = place()
     except ArtifactError:
         repository.drop_object(page.md5)
         find_remote().receive(page)
-        place()
-    repository.note_digest(page)
+        is_new = place()
+    if is_new:
+        repository.note_digest(page)
 
 
 def withdraw(listing: Listing, ends: Iterable[PublishedPage]) -> list[PublishedPage]:

@@ -172,7 +172,11 @@ class OnDemand:
                 job = _Job(pages)
                 self._jobs.append(job)
                 if len(self._jobs) == 1:
-                    threading.Thread(target=self._work, name="kestrel-pull", daemon=True).start()
+                    try:
+                        threading.Thread(target=self._work, name="kestrel-pull", daemon=True).start()
+                    except RuntimeError as error:  # the process may have no more threads
+                        self._jobs.clear()
+                        return None, f"not pulled: {error}"
             job.asked = now
             return job, None
 
@@ -211,14 +215,14 @@ class OnDemand:
             repository = self._repository = self._repository or open_repository(self._store.root)
             outcome = pull(self._store, repository, lambda: repository.remote(None), job.pages)
         except (KestrelError, OSError) as error:
-            self._open_anew()
+            self._repository = None  # what was wrong may be put right in DVC's configuration
             problem = f"not pulled: {error}"
             self._say(f"[KV-DISK] {problem}")
             return problem
         except (
             Exception
         ) as error:  # a fault of ours or of DVC: the request is computed, the log has the traceback
-            self._open_anew()
+            self._repository = None
             log.exception("pulling %d pages failed", len(job.pages))
             return f"not pulled: {type(error).__name__}: {error}"
         self._say(
@@ -226,12 +230,6 @@ class OnDemand:
             f"in {time.monotonic() - started:.2f} s"
         )
         return None
-
-    def _open_anew(self) -> None:
-        """Have the next pull read DVC's configuration again: what was wrong may have been put right in it."""
-        repository, self._repository = self._repository, None
-        if repository is not None:
-            repository.close()
 
 
 def published_pages(root: Path) -> Listing:

@@ -12,7 +12,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,8 +127,8 @@ class Repository:
         with self._locked():
             self.object_path(md5).unlink(missing_ok=True)
 
-    def place_object(self, page: PublishedPage) -> None:
-        """Give the cache's object its name in the store, never replacing what is there.
+    def place_object(self, page: PublishedPage) -> bool:
+        """Give the cache's object its name in the store; False if something has that name already: it stays.
 
         Reads it first: ArtifactError if it is damaged. The caller holds the store's lock, as the store takes other
         people's temporary files for leftovers; so DVC's lock, which may be held for hours, is not waited for here.
@@ -142,18 +142,15 @@ class Repository:
             temp = page.path.with_name(f".kestrel-{secrets.token_hex(8)}.tmp")
             self._link_or_copy(source, page.path, temp)
         except FileExistsError:
-            pass
+            return False
+        return True
 
     def note_digest(self, page: PublishedPage) -> None:
-        """Tell DVC the digest of a page's artifact, so that `dvc status` need not read it."""
+        """Tell DVC the digest of an artifact that was placed, so that `dvc status` need not read it."""
         from dvc_data.hashfile.hash_info import HashInfo
 
-        with self._threads:
+        with self._threads, suppress(Exception):  # it reads it then
             self._repo.state.save(os.path.abspath(page.path), self._repo.fs, HashInfo("md5", page.md5))
-
-    def close(self) -> None:
-        """Let go of DVC's databases; the repository is not used any more."""
-        self._repo.close()
 
     def _link_or_copy(self, source: Path, target: Path, temp: Path) -> None:
         """Give a file a second name, or copy it by way of `temp`. FileExistsError if there is one already."""

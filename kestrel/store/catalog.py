@@ -388,9 +388,11 @@ class Catalog:
     def expired_leaves(self, before: float, now: float) -> list[PageRow]:
         """Unpinned pages without children last used before a time, or longer ago than their own time to live."""
         is_leaf = "num_children = 0 AND pinned = 0"
-        # One after the other, and the first only if there is such a time: either alone would read every leaf.
+        # From the few that have a time of their own, in this order: any other would read every leaf.
         found = self.read(
-            f"{ROWS} JOIN ttls ON ttls.page = id WHERE {is_leaf} AND last_used + seconds < ?", (now,)
+            f"SELECT {ROW_COLUMNS} FROM ttls CROSS JOIN uses USING (page) CROSS JOIN pages ON id = page"
+            f" WHERE {is_leaf} AND last_used + seconds < ?",
+            (now,),
         )
         if before > -inf:
             found += self.read(f"{ROWS} WHERE {is_leaf} AND last_used < ?", (before,))
@@ -470,14 +472,17 @@ class Catalog:
                 self.count_child(page.namespace, page.parent, 1)
         return inserted
 
-    def remove(self, page: PageRow, only_leaf: bool) -> bool:
-        """Drop a page's row inside a transaction; with `only_leaf` not if it has children or is pinned by now."""
+    def remove(self, page: PageRow, only_leaf: bool, only_unused: bool = False) -> bool:
+        """Drop a page's row inside a transaction; False if it has to stay.
+
+        only_leaf: not if it has children or is pinned by now. only_unused: not if it was used since `page` was read.
+        """
         found = self.writer.execute(
-            "SELECT num_children, pinned FROM uses JOIN pages ON id = page"
+            "SELECT num_children, pinned, turn FROM uses JOIN pages ON id = page"
             " WHERE page = ? AND key = ? AND namespace = ?",
             (page.id, page.key, page.namespace),
         ).fetchone()
-        if found is None or (only_leaf and found != (0, 0)):
+        if found is None or (only_leaf and found[:2] != (0, 0)) or (only_unused and found[2] != page.turn):
             return False
         self.writer.execute("DELETE FROM uses WHERE page = ?", (page.id,))
         self.writer.execute("DELETE FROM ttls WHERE page = ?", (page.id,))

@@ -87,7 +87,7 @@ class Room:
         if is_short and not self.is_short:
             log.warning("%s cannot be brought within its limits: %s", self.tree.root, shortage)
         self.is_short = is_short
-        if is_short and not in_vain:
+        if shortage.is_of_disk_only() and not in_vain:
             return [eviction for eviction in plan if eviction.reason == "expired"]
         return plan
 
@@ -156,7 +156,8 @@ class Room:
     def evict(self, catalog: Catalog, plan: Sequence[Eviction]) -> list[Eviction]:
         """Carry out a plan; returns what left.
 
-        A page that got a child, a pin or protection since the plan was made stays, and with it its ancestors.
+        A page that was used, or got a child, a pin or protection, since the plan was made stays, and with it its
+        ancestors.
         """
         done = []
         for start in range(0, len(plan), REMOVALS_PER_TRANSACTION):
@@ -166,7 +167,11 @@ class Room:
                     if page is not None and (
                         self.is_protected(page.key)
                         or self.is_only_copy(page)
-                        or not catalog.remove(page, only_leaf=True)
+                        or not catalog.remove(
+                            page,
+                            only_leaf=True,
+                            only_unused=eviction.reason in ("expired", "least recently used"),
+                        )
                     ):
                         continue
                     # Others see the row until the transaction ends, so the room counts as used until it is free.

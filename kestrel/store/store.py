@@ -505,8 +505,8 @@ class Store:
     def sweep(self, dry_run: bool = False, in_vain: bool = True) -> list[Eviction]:
         """Remove expired pages and whatever exceeds the limits; returns what left, or would leave.
 
-        in_vain: go as far as possible where a limit cannot be reached, because of pinned pages, strangers, or others
-        who fill the disk. If not, only what has expired leaves then: emptying the store would help nobody.
+        Goes as far as possible where pinned pages or strangers keep it from reaching a limit. in_vain: also where
+        others fill the disk. If not, only what has expired leaves then: emptying the store would help nobody.
         """
 
         def remove(catalog: Catalog) -> list[Eviction]:

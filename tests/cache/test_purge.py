@@ -4,6 +4,8 @@ import pytest
 
 from kestrel.cache.prefix import PrefixCache
 from kestrel.cache.purge import purge_session
+from kestrel.cache.sequence import CachedSequence
+from kestrel.runtime import Runtime
 from tests.cache.conftest import Boot, logits_bits, tokens_of
 
 PROMPT = tokens_of(420)
@@ -33,26 +35,37 @@ def test_a_purge_between_finding_pages_and_taking_them(
     assert len(set(held)) == pool.num_pages  # no page is in two places, none is lost
 
 
-def test_a_session_longer_than_what_is_saved_leaves_the_disk(boot: Boot) -> None:
-    runtime = boot("cache.max_prefix_tokens=256")
-    sequence = runtime.cache.open(PROMPT)
+def finished_sequence(runtime: Runtime, tokens: list[int]) -> CachedSequence:
+    sequence = runtime.cache.open(tokens)
     sequence.prefill()
     sequence.close()
     runtime.writer.drain()
+    return sequence
+
+
+def test_a_session_longer_than_what_is_saved_leaves_the_disk(boot: Boot) -> None:
+    runtime = boot("cache.max_prefix_tokens=256")
+    sequence = finished_sequence(runtime, PROMPT)
     assert any("saved 256-token KV" in line for line in runtime.lines)
-    runtime = boot("cache.max_prefix_tokens=256")  # nothing in memory that could lead there
     assert purge_session(runtime.cache, runtime.cache.common, sequence.last_key).removed == 2
     assert runtime.store.usage().files == 0
+    assert logits_bits(runtime, PROMPT)[1].matched_tokens == 0
+
+
+def test_sessions_that_part_beyond_what_is_saved_are_purged_one_by_one(boot: Boot) -> None:
+    runtime = boot("cache.max_prefix_tokens=256")
+    one, other = PROMPT, [*PROMPT[:300], *tokens_of(150, seed=7)]
+    ends = [finished_sequence(runtime, tokens).last_key for tokens in (one, other)]
+    assert ends[0] != ends[1]
+    purge_session(runtime.cache, runtime.cache.common, ends[0])
+    assert logits_bits(runtime, [*other, 5])[1].ram_tokens == len(other)
 
 
 def test_a_session_whose_last_page_was_not_saved_leaves_the_disk(boot: Boot) -> None:
     runtime = boot()
     publish = runtime.store.publish
     runtime.store.publish = lambda *args: publish(*args) if args[5] < 256 else 1 / 0  # first
-    sequence = runtime.cache.open(PROMPT)
-    sequence.prefill()
-    sequence.close()
-    runtime.writer.drain()
+    sequence = finished_sequence(runtime, PROMPT)
     assert runtime.store.usage().files == 2
     assert purge_session(runtime.cache, runtime.cache.common, sequence.last_key).removed == 2
     assert logits_bits(runtime, PROMPT)[1].matched_tokens == 0

@@ -4,6 +4,7 @@ import os
 import random
 import threading
 import time
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,7 @@ def test_others_save_while_many_pages_leave(root: Path) -> None:
         evict, saved = store._room.evict, []
 
         def evict_and_let_others_wait(*args: Any) -> list[Any]:
+            counts.append(len(saved))
             waiting = threading.Thread(
                 target=lambda: saved.append(publish(other, session(500 + len(saved), 16)))
             )
@@ -318,11 +320,49 @@ def test_others_save_while_many_pages_leave(root: Path) -> None:
             return evict(*args)
 
         threads: list[threading.Thread] = []
+        counts: list[int] = []  # saved when a piece begins
         store._room.evict = evict_and_let_others_wait  # type: ignore[method-assign]
         assert len(store.sweep()) == 100
         for thread in threads:
             thread.join()
-        assert len(threads) > 1 and len(saved) == len(threads)
+        assert counts[-1] > 0 and len(saved) == len(threads)
+
+
+def test_a_page_that_is_used_after_the_plan_was_made_stays(root: Path) -> None:
+    with open_store(root) as store:
+        keys = [publish(store, session(number, 16))[0] for number in range(100)]
+        store.expire(keys, 0.001)
+        time.sleep(0.01)
+        evict = store._room.evict
+
+        def use_the_last(*args: Any) -> list[Any]:
+            store.touch(keys[-1:])
+            return evict(*args)
+
+        store._room.evict = use_the_last  # type: ignore[method-assign]
+        assert len(store.sweep()) == 99
+        assert stored(store) == {keys[-1]}
+
+
+def test_what_has_a_time_of_its_own_is_found_without_reading_every_leaf(root: Path) -> None:
+    with open_store(root) as store:
+        catalog = store._current_catalog()
+        statements: list[str] = []
+        catalog.reader.set_trace_callback(statements.append)
+        catalog.expired_leaves(-inf, time.time())
+        catalog.reader.set_trace_callback(None)
+        (statement,) = [text for text in statements if "ttls" in text]
+        plan = [row[3] for row in catalog.reader.execute(f"EXPLAIN QUERY PLAN {statement}")]
+        assert [step for step in plan if step.startswith("SCAN")] == ["SCAN ttls"]
+
+
+def test_a_limit_of_bytes_is_approached_although_pins_keep_it_from_being_reached(root: Path) -> None:
+    with open_store(root) as store:
+        pinned, others = publish(store, session(0)), publish(store, session(1))
+        store.pin(pinned[-1:])
+    with open_store(root, max_tokens=1) as store:
+        assert len(store.sweep(in_vain=False)) == len(others)
+        assert stored(store) == {*pinned}
 
 
 def test_removing_covered_pages(store: Store) -> None:
