@@ -55,7 +55,7 @@ def file_md5(path: Path) -> str:
 
 
 class Repository:
-    """One DVC repository. Thread-safe; waits for DVC's lock as long as another command holds it.
+    """One DVC repository. Thread-safe; what changes the cache waits for DVC's lock as long as another command holds it.
 
     The lock is held while the cache changes, never while a remote is waited for.
     """
