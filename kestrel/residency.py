@@ -12,7 +12,7 @@ import numpy as np
 
 
 @functools.cache
-def _c_function(name: str, *kinds: Any) -> Any:
+def c_function(name: str, *kinds: Any) -> Any:
     """A function of the C library that takes arguments of these kinds; None where there is none of that name."""
     function = getattr(ctypes.CDLL(None), name, None)
     if function is not None:
@@ -22,7 +22,7 @@ def _c_function(name: str, *kinds: Any) -> Any:
 
 def advise(start: int, nbytes: int, advice: int) -> bool:
     """madvise of [start, start + nbytes), without the interpreter's lock; False where the kernel refuses."""
-    madvise = _c_function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    madvise = c_function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return madvise is not None and bool(madvise(start, nbytes, advice) == 0)
 
 
@@ -31,7 +31,7 @@ def share_present(start: int, nbytes: int) -> float | None:
 
     start: at the beginning of a page.
     """
-    mincore = _c_function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    mincore = c_function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     if mincore is None:
         return None
     present = np.zeros(-(-nbytes // mmap.PAGESIZE), np.uint8)

@@ -242,7 +242,8 @@ def verify(args: argparse.Namespace, config: Config) -> int:
     """Check all artifacts; damaged ones are listed with the reason. Without a store nothing is in order."""
     store = _open_store(config)
     if store is None:
-        return _report_no_store(args, config) or 1
+        _report_no_store(args, config)
+        return 1
     with store, Working("verifying") as working:
         result = store.verify(working.report, quarantine=args.quarantine)
     for path, reason in result.damaged:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from kestrel.engine.priority import Activity
-from kestrel.residency import advise, share_present
+from kestrel.residency import advise, c_function, share_present
 
 _POPULATE_WRITE = 23  # Linux 5.14: touch for writing
 _COLLAPSE = 25  # Linux 6.1: put what is there into huge pages
@@ -38,8 +38,8 @@ def commit(start: int, nbytes: int) -> bool:
 
 def _mallopt(option: int, value: int) -> bool:
     """Set an option of glibc's malloc; False where there is another C library."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return bool(mallopt and mallopt(option, value))
+    mallopt = c_function("mallopt", ctypes.c_int, ctypes.c_int)
+    return mallopt is not None and bool(mallopt(option, value))
 
 
 # All threads allocate from one heap; those that have allocated before keep another, so this is done on import.
@@ -66,7 +66,7 @@ def heap_in_huge_pages(activity: Activity) -> Iterator[None]:
         yield
     finally:
         _mallopt(_MMAP_MAX, _MAPPINGS)
-        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        if (trim := c_function("malloc_trim", ctypes.c_size_t)) is not None:
             trim(0)  # what was in use for a while, between what stays
         threading.Thread(target=_collapse, args=(activity,), name="kestrel-huge-pages", daemon=True).start()
 

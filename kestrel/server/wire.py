@@ -22,7 +22,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MAX_LOGPROBS = 20  # alternatives listed for each token, OpenAI's bound
-MAX_FIELDS = 100  # of an object with fixed fields; more are refused before each of them is
+MAX_FIELDS = 100  # of an object with fixed fields; one with more is refused whole, not field by field
 
 
 def is_none(value: object) -> bool:

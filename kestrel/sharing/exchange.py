@@ -131,7 +131,6 @@ def push(
         if not repository.has_sound_object(page):
             if not page.is_here or file_md5(page.path) != page.md5:
                 return f"{page.key.hex()}: neither here nor in remote {remote.name}; publish it where it was computed"
-            repository.drop_object(page.md5)  # a damaged one would be kept
             repository.add_object(page.path, page.md5)
         remote.send(page)
         return "moved"

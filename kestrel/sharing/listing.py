@@ -138,10 +138,9 @@ class Listing:
         found: dict[Path, _Folder] = {}
         for path, modified_ns in _page_folders(self.root):
             known = self._folders.get(path)
-            if known is not None and known.modified_ns == modified_ns:
-                if is_settled(modified_ns, known.listed_ns):
-                    found[path] = known
-                    continue
+            if known and known.modified_ns == modified_ns and is_settled(modified_ns, known.listed_ns):
+                found[path] = known
+                continue
             folder = self._list(path, modified_ns, known)
             found[path] = folder
             changed |= known is None or known.marks != folder.marks

@@ -112,8 +112,8 @@ class Repository:
             cache = self._repo.cache.local
             target = self.object_path(md5)
             cache.makedirs(str(target.parent))
-            if target.exists() and target.stat().st_size != path.stat().st_size:
-                target.unlink()  # what a killed `dvc add` left behind
+            if target.exists() and (target.stat().st_size != path.stat().st_size or file_md5(target) != md5):
+                target.unlink()  # damaged, or what a killed `dvc add` left behind
             if not target.exists():
                 with self.arriving() as temp:
                     self._link_or_copy(path, target, temp)
