@@ -90,7 +90,7 @@ class Engine:
         # Packing the weights leaves the interpreter free for the rest.
         with heap_in_huge_pages(self._activity), ThreadPoolExecutor(1) as beside:
             graphs = beside.submit(LayerGraphs, weights, most_rows, names, self.threads)
-            from kestrel.engine.attention import LOG2E, Attention  # brings a compiler
+            from kestrel.engine.attention import LOG2E, Attention
 
             no_norm = np.zeros(0, np.float32)
             self._rope = RopeTable(geometry, self.context_tokens)

@@ -6,18 +6,17 @@ operators (KernelContext_ParallelFor), and this operator lends it to any compile
 
 Custom operators come from a shared library with the function RegisterCustomOps. Ours is part of this process, so
 the library is a file in memory that holds one jump to it. Graphs can be built before the operator is implemented
-(`worker_pool.py`), which takes a compiler; none can run before.
+(`kernels.py`), which may take a compiler; none can run before.
 """
 
 import ctypes
 import functools
-import os
-import platform
-import struct
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+
+from kestrel.engine.elf import Code, address_of, in_memory, jump_to, shared_library
 
 # Inputs: int64 [1], the address of a record, and float32 of any shape. Output: float32 [rows, width] of the record.
 DOMAIN, NAME = "kestrel", "Call"
@@ -49,13 +48,6 @@ def _pointer(kind: Any, function: Any) -> int:
     return address_of(callback)
 
 
-def address_of(function: Any) -> int:
-    """The address of a C function known to ctypes."""
-    address = ctypes.cast(function, ctypes.c_void_p).value
-    assert address is not None
-    return address
-
-
 _kept: list[Any] = []  # what C code holds addresses of
 
 
@@ -69,7 +61,7 @@ _operator = _CustomOp(_CUSTOM_OP_VERSION)  # read by onnxruntime whenever it nee
 
 
 def implement(compute: int) -> None:
-    """Say what the operator does: the address of a C function of a kernel and a context, see `worker_pool.py`."""
+    """Say what the operator does: the address of `compute`, see `compiled/worker_pool.py`."""
     _operator.compute = compute
 
 
@@ -133,50 +125,7 @@ def _library() -> str:
         )
 
     kind = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
-    descriptor = os.memfd_create("kestrel-call", 0)
-    os.write(descriptor, shared_library(b"RegisterCustomOps", _pointer(kind, register)))
-    return f"/proc/self/fd/{descriptor}"
-
-
-def shared_library(symbol: bytes, address: int) -> bytes:
-    """A 64-bit ELF library with one function, which jumps to an address of this process (x86-64, aarch64)."""
-    if platform.machine() == "x86_64":
-        machine, code = 62, b"\x48\xb8" + struct.pack("<Q", address) + b"\xff\xe0"  # movabs rax; jmp rax
-    else:
-        machine, code = 183, struct.pack("<IIQ", 0x58000050, 0xD61F0200, address)  # ldr x16, 8; br x16
-    page = 1 << 16  # the largest there is
-    head = 64 + 4 * 56  # a multiple of 8, so the code, which comes first, begins there
-    strings = b"\0" + symbol + b"\0"
-    function = struct.pack("<IBBHQQ", 1, 0x12, 0, 1, head, len(code))  # global, its name at 1
-    at, body = {}, b""
-    for part, content in (
-        ("code", code),
-        ("strings", strings),
-        ("symbols", b"\0" * 24 + function),  # the first symbol is always empty
-        ("hash", struct.pack("<5I", 1, 2, 1, 0, 0)),  # one bucket, whose chain begins and ends with symbol 1
-    ):
-        body += b"\0" * (-len(body) % 8)
-        at[part] = head + len(body)
-        body += content
-    size = head + len(body)
-    dynamic = b"".join(
-        struct.pack("<QQ", tag, value)
-        for tag, value in (
-            (4, at["hash"]), (5, at["strings"]), (6, at["symbols"]), (10, len(strings)), (11, 24), (0, 0),
-        )
-    )  # fmt: skip
-    headers = b"".join(
-        struct.pack("<IIQQQQQQ", kind, flags, place, place, place, length, length, align)
-        for kind, flags, place, length, align in (
-            (1, 5, 0, size, page),  # loaded, read and executed
-            (1, 6, page, len(dynamic), page),  # loaded, read and written: the loader notes addresses in it
-            (2, 6, page, len(dynamic), 8),  # the dynamic section
-            (0x6474E551, 6, 0, 0, 16),  # no executable stack
-        )
-    )
-    start = b"\x7fELF\x02\x01\x01" + b"\0" * 9
-    start += struct.pack("<HHIQQQIHHHHHH", 3, machine, 1, 0, 64, 0, 0, 64, 56, 4, 0, 0, 0)
-    return (start + headers + body).ljust(page, b"\0") + dynamic
+    return in_memory(shared_library(Code(jump_to(_pointer(kind, register)), {"RegisterCustomOps": 0})))
 
 
 def register(options: ort.SessionOptions) -> None:

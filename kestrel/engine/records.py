@@ -5,6 +5,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+# How attention is cut: the operations on a row depend on these alone.
+UNIT = 64  # rows (tokens x query heads of one KV head) that share one walk over the keys
+SPLIT = 512  # keys folded as one partial softmax
+BLOCK = 128  # keys between two looks at the running maximum; a page holds a multiple of it
+ROW = 2 * BLOCK  # floats between two rows of scores: up to two blocks are scored in one pass
+
 # A record is an array of words. begin(record, phase) says how many workers phase 0, 1… is for, 0 after the last;
 # work(record, worker) is called once for each of them, a single one on the thread that runs the graph. A phase begins
 # when all workers of the one before have returned. Both are C functions: their addresses are the first two words.

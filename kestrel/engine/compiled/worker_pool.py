@@ -1,17 +1,15 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,call-arg,var-annotated"
 """What the operator `kestrel.Call` does: the phases of a record, each shared out to onnxruntime's own threads.
 
-Importing this module implements the operator.
+`compute` is its KernelCompute.
 """
 
 from typing import Any
 
 from llvmlite import ir
-from numba import cfunc, types
+from numba import types
 from numba.extending import intrinsic
 
-from kestrel.engine import operator
-from kestrel.engine.compiled import compiled
 from kestrel.engine.records import INPUT, OUTPUT, ROWS
 
 
@@ -65,7 +63,7 @@ def _caller(num_args: int) -> Any:
 call_1, call_2, call_3, call_5 = (_caller(n) for n in (1, 2, 3, 5))
 
 
-def _compute(kernel, context):
+def compute(kernel, context):
     """KernelCompute: find the record, tell it where input and output are, and run its phases."""
     get_input, tensor_data = load_word(kernel), load_word(kernel + 8)
     slot = kernel + 32  # a word to spare
@@ -88,6 +86,3 @@ def _compute(kernel, context):
         else:
             call_5(load_word(kernel + 24), (context, work, workers, 0, record))
         phase += 1
-
-
-operator.implement(compiled(cfunc, types.void(types.int64, types.int64))(_compute).address)

@@ -13,10 +13,13 @@ inline vector code. Arrays are flat; offsets count elements.
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from kestrel.engine.instructions import instruction_level
+from kestrel.engine.records import BLOCK, ROW
 
 LANES = 16  # accumulators of a softmax sum: a fixed number, whatever the CPU's vector width
 ROW_TILES = (1, 2, 4, 8)  # rows that share one pass over K or V
@@ -37,17 +40,8 @@ EXP2 = (
 )
 
 
-def _host_vectors() -> tuple[int, int]:
-    """(floats in a vector register, accumulators that fit the register file) of this CPU."""
-    features = binding.get_host_cpu_features()
-    if features.get("avx512f"):
-        return 16, 16
-    if features.get("neon") or binding.get_default_triple().startswith("aarch64"):
-        return 4, 16
-    return 8, 8
-
-
-WIDTH, ACCUMULATORS = _host_vectors()
+# Floats in a vector register, and accumulators that fit the register file.
+WIDTH, ACCUMULATORS = {"x86-64-v4": (16, 16), "generic": (4, 16)}.get(instruction_level(), (8, 8))
 
 
 def _vector(width: int) -> ir.Type:
@@ -325,9 +319,6 @@ def softmax_block(typing: Any, s: Any, at: Any, seen: Any, highest: Any) -> Any:
 
     return signature, codegen
 
-
-BLOCK = 128  # keys between two looks at the running maximum; a page holds a multiple of it
-ROW = 2 * BLOCK  # floats between two rows of scores: up to two blocks are scored in one pass
 
 scores_1, scores_2, scores_4, scores_8 = (_make_scores(n) for n in ROW_TILES)
 add_values_1, add_values_2, add_values_4, add_values_8 = (_make_add_values(n) for n in ROW_TILES)
