@@ -24,6 +24,8 @@ from kestrel.engine.compiled.vector import (
     add_values_8,
     exp2,
     fma,
+    scale_all,
+    scale_each,
     scores_1,
     scores_2,
     scores_4,
@@ -98,6 +100,9 @@ def _attend_split(
         k_base = page * page_size + k_at + head * dim * page_tokens + slot
         v_base = page * page_size + v_at + (head * page_tokens + slot) * dim
         scale_base = page * (page_size // 4) + head * page_tokens + slot
+        k_next = k_base  # of the next page, wanted when this one is done
+        if key + run < last_key:
+            k_next = np.int64(table[(key + run) // page_tokens]) * page_size + k_at + head * dim * page_tokens
         r = 0
         packed_at = 0
         while r < rows:
@@ -107,17 +112,16 @@ def _attend_split(
             if seen_by_last > 0:
                 keys = min(run, (seen_by_last + 15) // 16 * 16, page_tokens - slot)
                 if tile == 8:
-                    scores_8(packed, packed_at, kv, k_base, page_tokens, dim, keys, weights, 0)
+                    scores_8(packed, packed_at, kv, k_base, page_tokens, dim, keys, weights, 0, v_base)
                 elif tile == 4:
-                    scores_4(packed, packed_at, kv, k_base, page_tokens, dim, keys, weights, 0)
+                    scores_4(packed, packed_at, kv, k_base, page_tokens, dim, keys, weights, 0, v_base)
                 elif tile == 2:
-                    scores_2(packed, packed_at, kv, k_base, page_tokens, dim, keys, weights, 0)
+                    scores_2(packed, packed_at, kv, k_base, page_tokens, dim, keys, weights, 0, v_base)
                 else:
-                    scores_1(packed, packed_at, kv, k_base, page_tokens, dim, keys, weights, 0)
+                    scores_1(packed, packed_at, kv, k_base, page_tokens, dim, keys, weights, 0, v_base)
                 if quantised:
                     for i in range(tile):
-                        for c in range(keys):
-                            weights[i * ROW + c] *= scales[scale_base + ks_at + c] * inverse
+                        scale_each(weights, i * ROW, keys, scales, scale_base + ks_at, inverse)
                 for block in range(0, keys, BLOCK):
                     keys_of_tile = min(BLOCK, run - block, seen_by_last - block)
                     if keys_of_tile <= 0:
@@ -136,24 +140,22 @@ def _attend_split(
                         high, total = softmax_block(weights, at, seen, before)
                         if high > before:
                             shrink = exp2(before - high)
-                            for d in range(dim):
-                                out[out_at + n * dim + d] *= shrink
+                            scale_all(out, out_at + n * dim, dim, shrink)
                             totals[state_at + n] *= shrink
                             highs[state_at + n] = high
                         totals[state_at + n] += total
                         if quantised:
-                            for c in range(keys_of_tile):
-                                weights[at + c] *= scales[scale_base + vs_at + block + c] * inverse
+                            scale_each(weights, at, keys_of_tile, scales, scale_base + vs_at + block, inverse)
                     o = out_at + r * dim
                     v = v_base + block * dim
                     if tile == 8:
-                        add_values_8(weights, block, kv, v, dim, keys_of_tile, out, o)
+                        add_values_8(weights, block, kv, v, dim, keys_of_tile, out, o, k_next + block * dim)
                     elif tile == 4:
-                        add_values_4(weights, block, kv, v, dim, keys_of_tile, out, o)
+                        add_values_4(weights, block, kv, v, dim, keys_of_tile, out, o, k_next + block * dim)
                     elif tile == 2:
-                        add_values_2(weights, block, kv, v, dim, keys_of_tile, out, o)
+                        add_values_2(weights, block, kv, v, dim, keys_of_tile, out, o, k_next + block * dim)
                     else:
-                        add_values_1(weights, block, kv, v, dim, keys_of_tile, out, o)
+                        add_values_1(weights, block, kv, v, dim, keys_of_tile, out, o, k_next + block * dim)
             packed_at += tile * dim
             r += tile
         key += run

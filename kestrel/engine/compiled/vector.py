@@ -23,6 +23,10 @@ from kestrel.engine.records import BLOCK, ROW
 
 LANES = 16  # accumulators of a softmax sum: a fixed number, whatever the CPU's vector width
 ROW_TILES = (1, 2, 4, 8)  # rows that share one pass over K or V
+# For these, memory is slower than the work on what it brings: what comes next is asked for meanwhile. An int8
+# page has 8 KiB of K for a head: too little for the processor to see it coming.
+_FEW_ROWS = (1, 2, 4)
+_CACHE_LINE = 64
 
 F32 = ir.FloatType()
 I32 = ir.IntType(32)
@@ -88,6 +92,16 @@ def _load(builder: ir.IRBuilder, pointer: ir.Value, width: int) -> ir.Value:
     return builder.sitofp(builder.sext(loaded, wide), _vector(width))
 
 
+def _read_ahead(builder: ir.IRBuilder, array: Any, start: ir.Value, numbers: int) -> None:
+    """Ask for `numbers` elements from a pointer on to be brought near; no address is wrong."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    for first in range(0, numbers, _CACHE_LINE * 8 // array.dtype.bitwidth):
+        line = builder.bitcast(_at(builder, start, first), byte)
+        builder.call(prefetch, [line, I32(0), I32(3), I32(1)])  # read, into the nearest cache, data
+
+
 def _store(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value) -> None:
     builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=4)
 
@@ -136,15 +150,17 @@ def _walk(builder: ir.IRBuilder, length: ir.Value, rows: int, body: Any) -> None
 def _make_scores(rows: int) -> Any:
     @intrinsic
     def scores(
-        typing: Any, q: Any, q_at: Any, k: Any, k_at: Any, stride: Any, dim: Any, keys: Any, s: Any, s_at: Any
-    ) -> Any:
+        typing: Any, q: Any, q_at: Any, k: Any, k_at: Any, stride: Any, dim: Any, keys: Any, s: Any, s_at: Any,
+        ahead: Any,
+    ) -> Any:  # fmt: skip
         """s[r, c] = sum over d of q[d, r] * k[d, c], one fused chain over d for each element.
 
         q: [dim, rows] packed from q_at; k: dim rows of `keys` elements, `stride` apart, float32 or
-        int8; s: rows of `keys` floats, ROW elements apart, from s_at.
+        int8; s: rows of `keys` floats, ROW elements apart, from s_at. ahead: where in k's array the
+        dim * keys elements begin that are wanted next.
         """
         i64 = types.int64
-        signature = types.void(q, i64, k, i64, i64, i64, i64, s, i64)
+        signature = types.void(q, i64, k, i64, i64, i64, i64, s, i64, i64)
 
         def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
             q_data, k_data, s_data = (_data(context, builder, sig.args[i], args[i]) for i in (0, 2, 7))
@@ -152,6 +168,7 @@ def _make_scores(rows: int) -> Any:
             k_base = _at(builder, k_data, args[3])
             s_base = _at(builder, s_data, args[8])
             stride_, dim_, keys_ = args[4], args[5], args[6]
+            ahead_base = _at(builder, k_data, args[9])
 
             def tile(column: ir.Value, vectors: int, width: int) -> None:
                 sums = [
@@ -165,6 +182,9 @@ def _make_scores(rows: int) -> Any:
                     d = builder.sext(loop.index, ir.IntType(64))
                     line = _at(builder, k_base, builder.mul(d, stride_), column)
                     loaded = [_load(builder, _at(builder, line, v * width), width) for v in range(vectors)]
+                    if rows in _FEW_ROWS:
+                        next_ = _at(builder, ahead_base, builder.mul(d, keys_), column)
+                        _read_ahead(builder, k, next_, vectors * width)
                     first = builder.mul(d, ir.IntType(64)(rows))
                     for r in range(rows):
                         weight = _splat(builder, builder.load(_at(builder, q_base, first, r)), width)
@@ -188,14 +208,24 @@ def _make_scores(rows: int) -> Any:
 def _make_add_values(rows: int) -> Any:
     @intrinsic
     def add_values(
-        typing: Any, p: Any, p_at: Any, v: Any, v_at: Any, dim: Any, keys: Any, out: Any, out_at: Any
+        typing: Any,
+        p: Any,
+        p_at: Any,
+        v: Any,
+        v_at: Any,
+        dim: Any,
+        keys: Any,
+        out: Any,
+        out_at: Any,
+        ahead: Any,
     ) -> Any:
         """out[r, d] += sum over c of p[r, c] * v[c, d], one fused chain over c for each element.
 
-        p: rows of weights, ROW elements apart; v: [keys, dim] float32 or int8; out: [rows, dim].
+        p: rows of weights, ROW elements apart; v: [keys, dim] float32 or int8; out: [rows, dim]. ahead:
+        where in v's array the keys * dim elements begin that are wanted next.
         """
         i64 = types.int64
-        signature = types.void(p, i64, v, i64, i64, i64, out, i64)
+        signature = types.void(p, i64, v, i64, i64, i64, out, i64, i64)
 
         def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
             p_data, v_data, o_data = (_data(context, builder, sig.args[i], args[i]) for i in (0, 2, 6))
@@ -203,6 +233,7 @@ def _make_add_values(rows: int) -> Any:
             v_base = _at(builder, v_data, args[3])
             o_base = _at(builder, o_data, args[7])
             dim_, keys_ = args[4], args[5]
+            ahead_base = _at(builder, v_data, args[8])
 
             def tile(column: ir.Value, vectors: int, width: int) -> None:
                 sums = []
@@ -216,6 +247,9 @@ def _make_add_values(rows: int) -> Any:
                     c = builder.sext(loop.index, ir.IntType(64))
                     line = _at(builder, v_base, builder.mul(c, dim_), column)
                     loaded = [_load(builder, _at(builder, line, i * width), width) for i in range(vectors)]
+                    if rows in _FEW_ROWS:
+                        next_ = _at(builder, ahead_base, builder.mul(c, dim_), column)
+                        _read_ahead(builder, v, next_, vectors * width)
                     for r in range(rows):
                         weight = _splat(builder, builder.load(_at(builder, p_base, c, r * ROW)), width)
                         for i in range(vectors):
@@ -232,6 +266,49 @@ def _make_add_values(rows: int) -> Any:
         return signature, codegen
 
     return add_values
+
+
+@intrinsic
+def scale_all(typing: Any, x: Any, at: Any, length: Any, factor: Any) -> Any:
+    """x[at + i] *= factor for i in [0, length)."""
+    signature = types.void(x, types.int64, types.int64, types.float32)
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        base = _at(builder, _data(context, builder, sig.args[0], args[0]), args[1])
+
+        def tile(place: ir.Value, vectors: int, width: int) -> None:
+            for v in range(vectors):
+                one = _at(builder, base, place, v * width)
+                _store(
+                    builder, builder.fmul(_load(builder, one, width), _splat(builder, args[3], width)), one
+                )
+
+        _walk(builder, args[2], 4, tile)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def scale_each(typing: Any, x: Any, at: Any, length: Any, factors: Any, factors_at: Any, unit: Any) -> Any:
+    """x[at + i] *= factors[factors_at + i] * unit for i in [0, length)."""
+    signature = types.void(x, types.int64, types.int64, factors, types.int64, types.float32)
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        base = _at(builder, _data(context, builder, sig.args[0], args[0]), args[1])
+        other = _at(builder, _data(context, builder, sig.args[3], args[3]), args[4])
+
+        def tile(place: ir.Value, vectors: int, width: int) -> None:
+            for v in range(vectors):
+                one = _at(builder, base, place, v * width)
+                factor = _load(builder, _at(builder, other, place, v * width), width)
+                factor = builder.fmul(factor, _splat(builder, args[5], width))
+                _store(builder, builder.fmul(_load(builder, one, width), factor), one)
+
+        _walk(builder, args[2], 4, tile)
+        return context.get_dummy_value()
+
+    return signature, codegen
 
 
 def _exp2(builder: ir.IRBuilder, x: ir.Value, width: int) -> ir.Value:
