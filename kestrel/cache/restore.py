@@ -13,6 +13,7 @@ from kestrel.store.match import PageRef
 from kestrel.store.store import OpenPage
 
 NUM_READERS = 4  # disks want several reads at once (8K float32, not in the page cache: 490 -> 440 ms)
+PIECE_NBYTES = 1 << 20  # of a page read at once: 10 layers of int8, 2 of float32 in a small model
 TRIAL_NBYTES = 1 << 20  # read in small pieces, to notice a slow disk early; larger ones are read faster
 
 
@@ -54,7 +55,7 @@ class Restore:
         """pages: what to read, opened and checked, in order of position; table: the sequence's pool pages.
 
         is_too_slow(seconds so far, bytes so far): asked on the way, often while little is read and then after every
-        layer of a page; the read is given up when it says so.
+        piece of a page; the read is given up when it says so.
         """
         self._pool = pool
         self._pages = list(pages)
@@ -114,30 +115,38 @@ class Restore:
         if self.failure is not None:
             raise self.failure
 
-    def _in_order(self) -> Iterator[tuple[int, int]]:
-        """Layer and number of page of everything there is to read; pages known to be of no use are left out."""
-        for layer in range(self._pool.layout.num_layers):
+    def _in_order(self) -> Iterator[tuple[range, int]]:
+        """Layers and number of page of everything there is to read; pages known to be of no use are left out.
+
+        The first layers go one by one, as a step waits for them; then as many as have gone before, up to a limit.
+        """
+        num_layers = self._pool.layout.num_layers
+        most = max(1, PIECE_NBYTES // self._pool.layout.layer_nbytes(self._pool.page_tokens))
+        end = 0
+        while end < num_layers:
+            layers = range(end, min(num_layers, end + max(1, min(end, most))))
+            end = layers.stop
             for number in range(len(self._pages)):
                 if number < self._num_sound:
-                    yield layer, number
+                    yield layers, number
 
     def _read(self) -> None:
-        """What each thread does: take the next layer of a page and read it, until there is none."""
+        """What each thread does: take the next layers of a page and read them, until there are none."""
         try:
             while True:
                 with self._changed:
-                    layer, number = next(self._pieces, (-1, -1))
-                if layer < 0 or self.is_given_up or self.failure is not None:
+                    layers, number = next(self._pieces, (range(0), -1))
+                if not layers or self.is_given_up or self.failure is not None:
                     break
                 ref, page = self._pages[number]
-                if layer == 0:
+                if layers.start == 0:
                     page.avoid_page_cache()
                 try:
-                    nbytes = read_layer(self._pool, page, ref, layer, self._table)
+                    nbytes = read_layers(self._pool, page, ref, layers, self._table)
                 except ArtifactError as error:
                     self._note_damage(number, error)
                 else:
-                    self._note_layer(layer, nbytes)
+                    self._note_layers(layers, nbytes)
         except _GivenUp:
             pass
         except Exception as error:  # handed to join(): the step must not wait for ever
@@ -153,10 +162,11 @@ class Restore:
                     page.close()
                 self.seconds = time.perf_counter() - self._started
 
-    def _note_layer(self, layer: int, nbytes: int) -> None:
+    def _note_layers(self, layers: range, nbytes: int) -> None:
         with self._changed:
             self.nbytes += nbytes
-            self._left[layer] -= 1
+            for layer in layers:
+                self._left[layer] -= 1
             while self._ready < len(self._left) and not self._left[self._ready]:
                 self.timeline.ready[self._ready] = time.perf_counter() - self._started
                 self._ready += 1
@@ -182,7 +192,7 @@ class Restore:
             raise _GivenUp
 
     def _judge_piece(self, nbytes: int) -> None:
-        """Note a piece of a layer; once enough is read to know the disk, layers are read in one piece each."""
+        """Note a part of what is read; once enough is read to know the disk, it is no longer read in parts."""
         with self._changed:
             self._brought += nbytes
             self._judge(self._brought)
@@ -195,17 +205,22 @@ class _GivenUp(Exception):
     """Ends the reader: going on takes longer than computing."""
 
 
-def read_layer(pool: PagePool, page: OpenPage, ref: PageRef, layer: int, table: Sequence[int]) -> int:
-    """Read one layer of one artifact to where its rows belong in the pool; return the bytes read.
+def read_layers(pool: PagePool, page: OpenPage, ref: PageRef, layers: range, table: Sequence[int]) -> int:
+    """Read some layers of one artifact to where their rows belong in the pool; return the bytes read.
 
     A full page that lies on the pool's own page boundaries is read in place. Others (partial pages, pages
     of another size) are read aside, checked, and their rows are copied to their slots. Raises ArtifactError.
     """
     size = pool.page_tokens
     if ref.first % size == 0 and ref.num_tokens == size:
-        block = pool.layer_block(table[ref.first // size], layer)
-        page.read_layer_into(layer, block)
+        block = pool.layer_block(table[ref.first // size], layers.start, len(layers))
+        page.read_layer_into(layers.start, block, len(layers))
         return block.nbytes
+    return sum(_read_aside(pool, page, ref, layer, table) for layer in layers)
+
+
+def _read_aside(pool: PagePool, page: OpenPage, ref: PageRef, layer: int, table: Sequence[int]) -> int:
+    size = pool.page_tokens
     aside = np.empty(pool.layout.layer_nbytes(ref.num_tokens), np.uint8)
     page.read_layer_into(layer, aside)
     at = 0

@@ -99,11 +99,11 @@ class PagePool:
         """Bytes of K and V of one token, all layers, as they are kept."""
         return self.page_nbytes // self.page_tokens
 
-    def layer_block(self, page: int, layer: int) -> npt.NDArray[np.uint8]:
-        """The bytes of one layer of one page: contiguous, writable, as in the artifact of a full page."""
+    def layer_block(self, page: int, layer: int, count: int = 1) -> npt.NDArray[np.uint8]:
+        """The bytes of layers [layer, layer + count) of a page: contiguous, writable, as in a full page's artifact."""
         nbytes = self.layout.layer_nbytes(self.page_tokens)
         at = page * self.page_nbytes + layer * nbytes
-        return self._bytes[at : at + nbytes]
+        return self._bytes[at : at + count * nbytes]
 
     def layer_arrays(self, page: int, layer: int) -> list[tuple[npt.NDArray[Any], int]]:
         """The tensors of one layer of one page as (array view, axis of tokens), in the artifact's order."""

@@ -126,25 +126,48 @@ def read_header(fd: int, layout: PageLayout | None) -> ArtifactHead:
             f"or the limit ({MAX_HEADER_NBYTES} bytes)"
         )
     text = read_exactly(fd, text_nbytes, LENGTH_NBYTES)
-    entries = parse_object(text, "header")
-    header = parse_facts(entries)
-    found_layout = parse_layout(entries, header)
-    if layout is not None and found_layout != layout:
-        raise ArtifactError(f"expected pages of {layout}, found {found_layout}")
-    if not any(
-        encode_header(found_layout, header, alignment) == length_bytes + text
-        for alignment in (ALIGNMENT, EARLIER_ALIGNMENT)
-    ):
-        check_entries(entries, found_layout, header)  # says which tensor is another one
-        raise ArtifactError(f"header is not canonical JSON padded to a multiple of {ALIGNMENT} bytes")
+    header = None if layout is None else expected_facts(length_bytes + text, layout)
+    if header is None or layout is None:
+        entries = parse_object(text, "header")
+        header = parse_facts(entries)
+        found_layout = parse_layout(entries, header)
+        if layout is not None and found_layout != layout:
+            raise ArtifactError(f"expected pages of {layout}, found {found_layout}")
+        layout = found_layout
+        if not is_encoded(layout, header, length_bytes + text):
+            check_entries(entries, layout, header)  # says which tensor is another one
+            raise ArtifactError(f"header is not canonical JSON padded to a multiple of {ALIGNMENT} bytes")
 
-    tokens_start = payload_start + found_layout.page_nbytes(header.num_tokens)
+    tokens_start = payload_start + layout.page_nbytes(header.num_tokens)
     expected_size = tokens_start + 4 * header.num_tokens
     if status.st_size != expected_size:
         raise ArtifactError(f"expected {expected_size} bytes, found {status.st_size}")
     tokens = np.frombuffer(read_exactly(fd, 4 * header.num_tokens, tokens_start), dtype="<i4")
     check_chain(header, tokens)
-    return ArtifactHead(header, found_layout, tokens, payload_start)
+    return ArtifactHead(header, layout, tokens, payload_start)
+
+
+def is_encoded(layout: PageLayout, header: PageHeader, found: bytes) -> bool:
+    """Whether these are the bytes that `encode_header` writes, or has written in earlier files."""
+    return len(header.layer_digests) == layout.num_layers and any(
+        encode_header(layout, header, alignment) == found for alignment in (ALIGNMENT, EARLIER_ALIGNMENT)
+    )
+
+
+def expected_facts(found: bytes, layout: PageLayout) -> PageHeader | None:
+    """The facts of a header if it is exactly that of a page of this layout; None otherwise, whatever is wrong.
+
+    Only the metadata, which comes first, is parsed: the shapes of 100 tensors take longer than all else of a header.
+    """
+    text = found[LENGTH_NBYTES:]
+    metadata, end, _ = text.partition(b'"},')
+    if not end:
+        return None
+    try:
+        header = parse_facts(parse_object(metadata + b'"}}', "header"))
+    except ArtifactError:
+        return None
+    return header if is_encoded(layout, header, found) else None
 
 
 def read_exactly(fd: int, nbytes: int, offset: int) -> bytes:
@@ -337,30 +360,34 @@ class OpenPage:
                 self._is_direct = False  # nor will the next layer be
         read_into(self.fd, view, offset, self.progress)
 
-    def read_layer_into(self, layer: int, buffer: Any) -> None:
-        """Read layer `layer` straight into `buffer` and check its digest.
+    def read_layer_into(self, layer: int, buffer: Any, count: int = 1) -> None:
+        """Read layers [layer, layer + count) straight into `buffer`, at once, and check their digests.
 
         `buffer` is a writable C-contiguous buffer (memoryview, ndarray, bytearray) of exactly `layer_nbytes`
-        bytes, else ValueError. Raises ArtifactError on damage; what `buffer` then holds must not be used.
+        bytes a layer, else ValueError. Raises ArtifactError on damage; what `buffer` then holds must not be used.
         """
-        if not 0 <= layer < self.layout.num_layers:
-            raise ValueError(f"layer must be in [0, {self.layout.num_layers}), found {layer}")
-        view = memoryview(buffer)
-        if view.readonly or not view.c_contiguous or view.nbytes != self.layer_nbytes:
+        if not 0 <= layer < layer + count <= self.layout.num_layers:
             raise ValueError(
-                f"expected a writable C-contiguous buffer of {self.layer_nbytes} bytes, "
+                f"layers must be in [0, {self.layout.num_layers}), found [{layer}, {layer + count})"
+            )
+        view, nbytes = memoryview(buffer), self.layer_nbytes
+        if view.readonly or not view.c_contiguous or view.nbytes != count * nbytes:
+            raise ValueError(
+                f"expected a writable C-contiguous buffer of {count * nbytes} bytes, "
                 f"found {view.nbytes} bytes, readonly={view.readonly}, contiguous={view.c_contiguous}"
             )
         view = view.cast("B")
         try:
-            self._read_into(view, self.payload_start + layer * self.layer_nbytes)
+            self._read_into(view, self.payload_start + layer * nbytes)
         except ArtifactError as error:
             raise ArtifactError(f"{self.path}: layer {layer}: {error}") from error
-        expected, found = self.header.layer_digests[layer], xxhash.xxh3_128_hexdigest(view)
-        if found != expected:
-            raise ArtifactError(
-                f"{self.path}: layer {layer} is damaged: expected digest {expected}, found {found}"
-            )
+        for number in range(count):
+            expected = self.header.layer_digests[layer + number]
+            found = xxhash.xxh3_128_hexdigest(view[number * nbytes : (number + 1) * nbytes])
+            if found != expected:
+                raise ArtifactError(
+                    f"{self.path}: layer {layer + number} is damaged: expected digest {expected}, found {found}"
+                )
 
     def close(self) -> None:
         """Close the file; further calls do nothing."""

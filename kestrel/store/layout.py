@@ -1,5 +1,6 @@
 """The shape of a page: which tensors its artifact holds, in which order, and how many bytes they take."""
 
+import functools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -70,6 +71,7 @@ class PageLayout:
         """The K and V tensors of a page of `num_tokens` in file order, layer 0 first (without `tokens`)."""
         return [spec for layer in range(self.num_layers) for spec in self.layer_tensors(layer, num_tokens)]
 
+    @functools.cache  # noqa: B019
     def layer_nbytes(self, num_tokens: int) -> int:
         """Bytes of one layer of a page: one contiguous range of its artifact, the same for every layer."""
         return sum(spec.nbytes for spec in self.layer_tensors(0, num_tokens))

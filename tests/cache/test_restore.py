@@ -224,14 +224,14 @@ def test_layers_are_handed_over_one_by_one(boot: Boot, monkeypatch: pytest.Monke
     logits_bits(boot(), PROMPT)
     runtime = boot()
     gate, seen = threading.Event(), []
-    read_layer = restore.read_layer
+    read_layers = restore.read_layers
 
-    def gated(pool: object, page: object, ref: object, layer: int, table: object) -> int:
-        if layer == 1:
+    def gated(pool: object, page: object, ref: object, layers: range, table: object) -> int:
+        if 1 in layers:
             gate.wait(10)  # the reader stands before layer 1 until layer 0 has been used
-        return read_layer(pool, page, ref, layer, table)
+        return read_layers(pool, page, ref, layers, table)
 
-    monkeypatch.setattr(restore, "read_layer", gated)
+    monkeypatch.setattr(restore, "read_layers", gated)
     forward = runtime.engine.forward
 
     def watched(spans: object, layer_ready: object = None) -> np.ndarray:

@@ -179,9 +179,9 @@ def test_a_lagging_read_is_given_up_and_the_answer_has_the_same_bits(
     runtime = boot()
     read_layer = OpenPage.read_layer_into
 
-    def crawl(page: OpenPage, layer: int, buffer: Any) -> None:
+    def crawl(page: OpenPage, layer: int, buffer: Any, count: int = 1) -> None:
         time.sleep(0.02)
-        read_layer(page, layer, buffer)
+        read_layer(page, layer, buffer, count)
 
     monkeypatch.setattr(OpenPage, "read_layer_into", crawl)
     monkeypatch.setattr(runtime.cache.worth, "choose", lambda refs, known, total: _slow_choice(len(refs)))

@@ -68,15 +68,15 @@ def test_rows_that_feel_their_company_break_every_guarantee_but_that_of_the_star
 def test_a_restore_that_brings_other_bytes_breaks_the_restored_guarantees_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_layer = restore.read_layer
+    read_layers = restore.read_layers
 
-    def crooked(pool: Any, page: Any, ref: Any, layer: int, table: Any) -> int:
-        nbytes = read_layer(pool, page, ref, layer, table)
-        if layer == 0 and ref.first == 0:
+    def crooked(pool: Any, page: Any, ref: Any, layers: range, table: Any) -> int:
+        nbytes = read_layers(pool, page, ref, layers, table)
+        if 0 in layers and ref.first == 0:
             pool.layer_block(table[0], 0)[0] ^= 1  # the first value of the first row of K
         return nbytes
 
-    monkeypatch.setattr(restore, "read_layer", crooked)
+    monkeypatch.setattr(restore, "read_layers", crooked)
     seen = observe(Trial(config_of(tmp_path), tmp_path / "kv", "all"), "float32")
     assert broken(seen) == RESTORED
 

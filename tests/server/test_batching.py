@@ -206,13 +206,13 @@ def test_an_answer_being_read_from_disk_makes_nobody_wait(
     runtime = open_runtime("cache.load=always")  # however long the disk takes, it is not given up
     assert runtime.writer is not None
     gate = threading.Event()
-    read_layer = restore.read_layer
+    read_layers = restore.read_layers
 
     def slow_disk(*arguments: Any) -> int:
         gate.wait(20)
-        return read_layer(*arguments)
+        return read_layers(*arguments)
 
-    monkeypatch.setattr(restore, "read_layer", slow_disk)
+    monkeypatch.setattr(restore, "read_layers", slow_disk)
 
     async def check(worker: EngineWorker) -> None:
         talking, reading = submit(worker, Request(tokens_of(20), 60, ignore_eos=True), stored)

@@ -400,5 +400,7 @@ def test_buffers_that_do_not_fit_are_a_mistake_of_the_caller(good: Path, store: 
                 page.read_layer_into(0, buffer)
         with pytest.raises(ValueError, match="layer"):
             page.read_layer_into(LAYOUT.num_layers, bytearray(nbytes))
+        with pytest.raises(ValueError, match="layers"):
+            page.read_layer_into(LAYOUT.num_layers - 1, bytearray(2 * nbytes), 2)
         floats = np.empty(LAYOUT.layer_tensors(0, len(TOKENS))[0].nbytes // 2, np.float32)
         page.read_layer_into(0, floats.reshape(2, -1))
