@@ -20,7 +20,7 @@ import onnxruntime as ort
 from kestrel.engine import operator
 from kestrel.errors import RequestError
 from kestrel.models.geometry import Experts, Geometry
-from kestrel.models.quantisation import BLOCKS
+from kestrel.models.quantisation import BLOCK_SIZE
 from kestrel.models.weights import LayerWeights, Linear, Mlp, Weights
 
 Floats = npt.NDArray[np.float32]
@@ -78,7 +78,7 @@ class Graph:
             return self.node("MatMul", [x, self.weight(name, weight.values)], [f"{name}.out"])
         assert weight.scales is not None
         length = weight.in_features
-        if short := -length % BLOCKS[weight.bits]:
+        if short := -length % BLOCK_SIZE:
             # On NEON, rows of an int4 product depend on their company where the last block is not whole.
             pads = self.node("Constant", [], [f"{name}.pads"], value_ints=[0, 0, 0, short])
             x, length = self.node("Pad", [x, pads], [f"{name}.padded"]), length + short
@@ -90,8 +90,8 @@ class Graph:
             K=length,
             N=weight.out_features,
             bits=weight.bits,
-            block_size=BLOCKS[weight.bits],
-            accuracy_level=4,  # with blocks of 16 and 32 a row's result does not depend on the rows beside it
+            block_size=BLOCK_SIZE,
+            accuracy_level=4,  # with blocks of 32 a row's result does not depend on the rows beside it
         )
 
     def norm(self, x: str, weight: Floats, name: str, eps: float) -> str:

@@ -17,7 +17,7 @@ from kestrel.engine.layers import Floats, Graph, LayerGraphs, head_session, proj
 from kestrel.engine.pool import PagePool
 from kestrel.engine.rope import rope_table
 from kestrel.models.geometry import Experts, Geometry
-from kestrel.models.quantisation import BLOCKS, num_blocks
+from kestrel.models.quantisation import BLOCK_SIZE, num_blocks
 from kestrel.models.weights import Linear, Weights
 from kestrel.store.layout import KvDtype, PageLayout
 
@@ -193,9 +193,9 @@ def _pattern_linear(bits: Any, length: int) -> Linear:
     """A fixed matrix [_PROBE_COLUMNS, length] as the engine's GEMM takes it."""
     if bits == 32:
         return Linear(32, length, _PROBE_COLUMNS, _pattern((length, _PROBE_COLUMNS)), None)
-    blocks = num_blocks(length, bits)
+    blocks = num_blocks(length)
     values = (
-        _pattern((_PROBE_COLUMNS, blocks, BLOCKS[bits] * bits // 8)) * np.float32(128) + np.float32(128)
+        _pattern((_PROBE_COLUMNS, blocks, BLOCK_SIZE * bits // 8)) * np.float32(128) + np.float32(128)
     ).astype(np.uint8)
     return Linear(
         bits, length, _PROBE_COLUMNS, values, _pattern((_PROBE_COLUMNS, blocks)) * np.float32(1 / 64)

@@ -16,7 +16,7 @@ from kestrel.models.checkpoint import Bytes, Floats, check_shapes
 from kestrel.models.digests import DigestMemo, file_xxh3
 from kestrel.models.geometry import Experts, Geometry, Rope
 from kestrel.models.gguf_container import GGUFContainer, GGUFTensor, split_tensor
-from kestrel.models.quantisation import BLOCKS, pack4
+from kestrel.models.quantisation import pack4
 from kestrel.models.tokenizer import (
     VISION_TOKENS,
     Tokenizer,
@@ -111,10 +111,7 @@ class GGUFCheckpoint:
         return self._dequantised(self._tensors[name], self._raw_rows(name, first, end))
 
     def blocks(self, name: str, bits: int, first: int, end: int) -> tuple[Bytes, Floats] | None:
-        """Q8_0 and Q4_0 blocks of 32 have a float16 scale and signed codes: the same numbers in another order.
-
-        A block of 32 that becomes two of 16 gives both its scale.
-        """
+        """Q8_0 and Q4_0 blocks have a float16 scale and signed codes: the same numbers in another order."""
         kind = self._tensors[name].kind
         if kind not in (GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0):
             return None
@@ -132,8 +129,7 @@ class GGUFCheckpoint:
             if bits == 4:
                 return pack4(codes), scales
             codes += np.uint8(128 - 8)
-        halves = 32 // BLOCKS[8]
-        return codes.reshape(end - first, -1, BLOCKS[8]), np.repeat(scales, halves, axis=1)
+        return codes, scales
 
     def embed(self, ids: npt.ArrayLike) -> Floats:
         """Rows of the embedding matrix, dequantised one by one."""

@@ -25,10 +25,10 @@ from kestrel.models.checkpoint import Checkpoint
 from kestrel.models.digests import DigestMemo
 from kestrel.models.geometry import Geometry
 from kestrel.models.lock import folder_lock
-from kestrel.models.quantisation import BLOCKS, Bytes, Floats, num_blocks, quantise
+from kestrel.models.quantisation import BLOCK_SIZE, Bytes, Floats, num_blocks, quantise
 from kestrel.residency import advise
 
-CONVERSION = 2  # raise it when the same checkpoint and recipe would give other bytes
+CONVERSION = 3  # raise it when the same checkpoint and recipe would give other bytes
 Bits = Literal[4, 8, 32]
 RECIPES: dict[str, Bits] = {"int8": 8, "int4": 4, "float32": 32}
 ALIGNMENT = 64  # bytes; where arrays of the converted file start
@@ -43,7 +43,7 @@ class Linear:
 
     bits 32: `values` float32 [in, out] as MatMul wants it, no scales. bits 8 and 4: `values` uint8
     [out, blocks, block * bits // 8], `scales` float32 [out, blocks] as com.microsoft MatMulNBits wants them without
-    zero points: a block of BLOCKS[bits] numbers runs along `in` (the last one padded with zeros), number = (code -
+    zero points: a block of BLOCK_SIZE numbers runs along `in` (the last one padded with zeros), number = (code -
     zero point) * scale with zero point 128 or 8, two 4-bit codes a byte, the earlier in the low nibble.
     """
 
@@ -243,8 +243,8 @@ class _Layout:
         if bits == 32:
             self._add(prefix + name, "F32", (in_features, out_features), prefix, sources)
         else:
-            blocks = num_blocks(in_features, bits)
-            shape = (out_features, blocks, BLOCKS[bits] * bits // 8)
+            blocks = num_blocks(in_features)
+            shape = (out_features, blocks, BLOCK_SIZE * bits // 8)
             self._add(prefix + name, "U8", shape, prefix, sources)
             self._add(prefix + name + ".scales", "F32", (out_features, blocks), prefix, sources)
 

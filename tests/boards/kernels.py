@@ -17,7 +17,7 @@ from kestrel.engine.attention import Attention
 from kestrel.engine.layers import Graph, share_resources
 from kestrel.engine.pool import PagePool
 from kestrel.models.geometry import Rope
-from kestrel.models.quantisation import BLOCKS, num_blocks
+from kestrel.models.quantisation import BLOCK_SIZE, num_blocks
 from kestrel.models.weights import Linear
 from kestrel.store.layout import PageLayout
 
@@ -83,9 +83,9 @@ def gemm(bits: int, length: int) -> tuple[str, int | None]:
     if bits == 32:
         matrix = Linear(32, length, COLUMNS, uniform(length, COLUMNS), None)
     else:
-        blocks = num_blocks(length, bits)
+        blocks = num_blocks(length)
         values = np.random.default_rng(5).integers(
-            0, 256, (COLUMNS, blocks, BLOCKS[bits] * bits // 8), np.uint8
+            0, 256, (COLUMNS, blocks, BLOCK_SIZE * bits // 8), np.uint8
         )
         matrix = Linear(bits, length, COLUMNS, values, uniform(COLUMNS, blocks) * np.float32(1 / 64))
     graph = Graph()

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 
 from kestrel.engine.layers import share_resources
 from kestrel.errors import ModelError
-from kestrel.models.quantisation import BLOCKS, Bytes, Floats, dequantise, quantise
+from kestrel.models.quantisation import BLOCK_SIZE, Bytes, Floats, dequantise, quantise
 
 NUMBERS = st.floats(-1000, 1000, width=32).map(lambda number: number if abs(number) > 1e-20 else 0.0)
 MATRICES = arrays.arrays(np.float32, st.tuples(st.integers(1, 5), st.integers(1, 70)), elements=NUMBERS)
@@ -30,7 +30,7 @@ def matrix(rows: int, columns: int, seed: int = 0) -> Floats:
 @given(MATRICES)
 def test_int8_is_off_by_half_a_step_at_most(numbers: Floats) -> None:
     codes, scales = quantise(numbers, 8)
-    steps = np.repeat(scales, BLOCKS[8], axis=1)[:, : numbers.shape[1]]
+    steps = np.repeat(scales, BLOCK_SIZE, axis=1)[:, : numbers.shape[1]]
     error = np.abs(dequantise(codes, scales, 8, numbers.shape[1]).astype(np.float64) - numbers)
     assert (error <= steps * 0.501 + 1e-30).all()
 
@@ -109,7 +109,7 @@ def mat_mul_n_bits(x: Floats, codes: Bytes, scales: Floats, bits: int) -> Floats
         K=x.shape[1],
         N=codes.shape[0],
         bits=bits,
-        block_size=BLOCKS[bits],
+        block_size=BLOCK_SIZE,
         accuracy_level=1,
     )
     graph = helper.make_graph(
