@@ -130,7 +130,7 @@ class Runtime:
 
     def _look_around(self, store: Store) -> None:
         """Let the cache know of what is published in the repository around the store, and of other numerics."""
-        listing = None
+        listing, pages = None, []
         if self.config.cache.pull_seconds is not None and find_repository(store.root) is not None:
             published = OnDemand(
                 store, self.config.cache.pull_seconds, self.config.cache.min_match, self._log
@@ -146,6 +146,16 @@ class Runtime:
                 self._log(f"[KV-DISK] published: {len(pages)} page(s), {num_away} of them not here yet")
             self.cache.published = published
         self.cache.related = RelatedNamespaces(store.root, listing, self.identity, self.namespace)
+        stored = self._stored_nbytes(store) + sum(page.nbytes for page in pages)
+        self.engine.pool.expect(stored)  # a session may come back
+
+    def _stored_nbytes(self, store: Store) -> int:
+        """Bytes of the pages that prompts without a tenant might be restored from."""
+        try:
+            found = store.list_namespaces()
+        except StoreError:  # it cannot be used now
+            return 0
+        return sum(row.bytes for row in found if row.digest == self.namespace.digest)
 
     def close(self) -> None:
         """Write what is queued, then let go of the store."""

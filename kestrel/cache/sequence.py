@@ -410,6 +410,7 @@ class CachedSequence:
         opened: list[tuple[PageRef, OpenPage]] = []
         store = self._cache.store
         assert store is not None
+        store.read_ahead(refs)
         for ref in refs:
             try:
                 opened.append((ref, store.open_page(ref, self._pool.layout)))
@@ -430,6 +431,7 @@ class CachedSequence:
         self._computed = last.first + last.num_used
         self.stats.restored_tokens = self._computed - self.stats.ram_tokens
         num_bytes = sum(ref.nbytes for ref, _ in opened)
+        self._pool.expect(num_bytes)  # the next session that comes back may be as long
         worth = self._cache.worth
         self.restore = Restore(
             self._pool,

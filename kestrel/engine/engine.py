@@ -72,7 +72,7 @@ class Engine:
     ):
         """chunk_tokens: most rows of one step. threads: None for all cores. context_tokens: longest sequence.
 
-        kv_touched_bytes: KV memory committed ahead of use.
+        kv_touched_bytes: most KV memory committed ahead of a restore.
         """
         geometry = weights.geometry
         self.weights = weights

@@ -41,7 +41,7 @@ class PagePool:
     def __init__(self, layout: PageLayout, page_tokens: int, budget_nbytes: int, touched_nbytes: int = 0):
         """budget_nbytes: upper bound of all pages together; ConfigError if not even two pages fit.
 
-        touched_nbytes: memory kept committed ahead of use, so that a restore need not wait for the kernel.
+        touched_nbytes: most memory kept committed ahead of use, see `expect`.
         """
         self.layout = layout
         self.page_tokens = page_tokens
@@ -64,7 +64,8 @@ class PagePool:
         self.page_size = self.page_nbytes // self.kv.itemsize  # elements of kv from one page to the next
         self._lock = threading.RLock()  # the writer thread releases pages too; guards all of the below
         self._offsets = [self._find_offsets(layer) for layer in range(layout.num_layers)]
-        self._touching = _Toucher(self._bytes, self.page_nbytes, self.num_pages, touched_nbytes)
+        self._touched_nbytes = touched_nbytes
+        self._touching = _Toucher(self._bytes, self.page_nbytes, self.num_pages)
         self._references = [0] * self.num_pages
         self._never_used = iter(range(self.num_pages))
         self._free: list[int] = []
@@ -115,6 +116,10 @@ class PagePool:
             arrays.append((view, 1 if name.endswith(".v") else len(shape) - 1))
             at += nbytes
         return arrays
+
+    def expect(self, nbytes: int) -> None:
+        """Keep memory for so much of a restore committed ahead of use, so that it need not wait for the kernel."""
+        self._touching.expect(min(nbytes, self._touched_nbytes))
 
     def allocate(self) -> int:
         """Take a page with one reference; its content is undefined. CapacityError when all are in use."""
@@ -258,26 +263,34 @@ class _Toucher:
     """Commits the memory of the next pages in the background: a first touch costs more than reading a file into it.
 
     That changes no content, so it may meet pages already in use. Where the kernel cannot, pages are committed as they
-    are touched. After the start the thread gives way to all that computes or reads: it prepares for later requests,
-    and begins when no page has been taken for a while, so that it does not take the memory's bandwidth from a restore.
+    are touched. What is expected first is committed at once. Later the thread gives way to all that computes or reads:
+    it prepares for later requests, and begins when no page has been taken for a while, so that it does not take the
+    memory's bandwidth from a restore.
     """
 
-    def __init__(self, memory: npt.NDArray[np.uint8], page_nbytes: int, num_pages: int, ahead_nbytes: int):
+    def __init__(self, memory: npt.NDArray[np.uint8], page_nbytes: int, num_pages: int):
         self._memory = memory
         self._page_nbytes = page_nbytes
         self._num_pages = num_pages
-        self._ahead = ahead_nbytes // page_nbytes
-        self._wanted = 0
+        self._ahead = 0  # pages to have ready beyond those in use
+        self._used = 0
         self._taken_at = 0.0  # when a page was last taken, by time.monotonic
         self._changed = threading.Condition()
-        if self._ahead:
-            threading.Thread(target=self._touch, name="kestrel-memory", daemon=True).start()
-            self.reach(-1)
+        self._thread: threading.Thread | None = None
+
+    def expect(self, nbytes: int) -> None:
+        """Have so much ready, in whole pages; what is committed stays so."""
+        with self._changed:
+            self._ahead = nbytes // self._page_nbytes
+            if self._ahead and self._thread is None:
+                self._thread = threading.Thread(target=self._touch, name="kestrel-memory", daemon=True)
+                self._thread.start()
+            self._changed.notify()
 
     def reach(self, page: int) -> None:
         """Pages up to `page` are in use: commit those that follow."""
         with self._changed:
-            self._wanted = max(self._wanted, min(page + 1 + self._ahead, self._num_pages))
+            self._used = max(self._used, page + 1)
             self._taken_at = time.monotonic()
             self._changed.notify()
 
@@ -289,13 +302,17 @@ class _Toucher:
 
     def _touch(self) -> None:
         start = self._memory.ctypes.data
-        done = 0
+        done, is_first = 0, True
         while True:
             with self._changed:
-                while self._wanted <= done < self._num_pages:
+                while done >= min(self._used + self._ahead, self._num_pages) and self._num_pages:
+                    if is_first:
+                        is_first = False
+                        give_way(FOR_LATER)
                     self._changed.wait()
                 while (
-                    self._ahead <= done < self._num_pages
+                    not is_first
+                    and self._num_pages
                     and (left := self._taken_at + _QUIET_SECONDS - time.monotonic()) > 0
                 ):
                     self._changed.wait(left)
@@ -304,8 +321,6 @@ class _Toucher:
             if not commit(start + done * self._page_nbytes, self._page_nbytes):
                 return
             done += 1
-            if done == self._ahead:
-                give_way(FOR_LATER)
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:

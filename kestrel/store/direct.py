@@ -27,6 +27,13 @@ def open_direct(fd: int, flags: int) -> int:
     return -1
 
 
+def read_ahead(fd: int, nbytes: int) -> None:
+    """Let the disk bring the first and the last `nbytes` of a file to the page cache, without waiting for it."""
+    with contextlib.suppress(OSError, AttributeError):
+        for offset in (0, max(0, os.fstat(fd).st_size - nbytes)):
+            os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+
 def is_cached(fd: int, nbytes: int) -> bool:
     """Whether the page cache holds most of the first `nbytes` of a file, going by a few places of it.
 

@@ -12,7 +12,7 @@ import re
 import sqlite3
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -42,6 +42,7 @@ from kestrel.store.catalog import (
 )
 from kestrel.store.census import IDENTITY_NAME, LOCK_NAME
 from kestrel.store.counters import Counters
+from kestrel.store.direct import read_ahead
 from kestrel.store.eviction import Eviction, Limits
 from kestrel.store.files import LOCK_POLL_SECONDS, FileTree, FolderLock, Holding, Names, page_names
 from kestrel.store.inventory import Inventory
@@ -70,6 +71,7 @@ EVICTIONS_AT_ONCE = 64  # under one hold of the lock
 EVICTION_REST_SECONDS = 2 * LOCK_POLL_SECONDS  # between two, for those who wait for it
 OPEN_SECONDS = 2.0  # how long opening waits before it does without removing leftovers
 MAX_IDENTITY_NBYTES = 1 << 20
+HEADER_NBYTES = 1 << 14  # a header of some 100 tensors; token ids take less
 HOUR_SECONDS = 3600
 KEY_TEXT = re.compile(r"[0-9a-f]{1,32}")
 
@@ -263,6 +265,14 @@ class Store:
         return self._ask(
             lambda catalog: find_prefix(catalog, self.root, namespace, tokens, page_tokens, min_match, start)
         )
+
+    def read_ahead(self, refs: Iterable[PageRef]) -> None:
+        """Let the disk look for what `open_page` is going to read of these pages: all at once, not one by one."""
+        for ref in refs:
+            with suppress(ArtifactError, StoreError):  # opening it says so
+                fd = self._tree.open_file(page_names(ref.namespace, ref.key))
+                read_ahead(fd, HEADER_NBYTES)
+                os.close(fd)
 
     def open_page(self, ref: PageRef, layout: PageLayout) -> OpenPage:
         """Open the artifact of a match and check all of its header and tokens against the match.

@@ -123,6 +123,7 @@ def test_committing_memory_ahead_of_use_changes_no_byte_of_a_page_in_use() -> No
     layout = PageLayout(2, 2, 64)
     nbytes = layout.page_nbytes(128)
     pool = PagePool(layout, 128, 200 * nbytes, touched_nbytes=50 * nbytes)
+    pool.expect(1 << 40)
     for number in range(150):
         page = pool.allocate()
         pool.layer_block(page, 0)[:] = pool.layer_block(page, 1)[:] = number + 1
@@ -154,11 +155,17 @@ def test_memory_for_later_is_committed_when_no_page_is_being_taken(monkeypatch: 
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
-    wait_for(8)
+    pool.allocate()
+    time.sleep(0.3)
+    assert committed() == 0  # nothing to be restored is known of
+    pool.expect(3 * nbytes)
+    wait_for(4)
+    pool.expect(1 << 40)
+    wait_for(9)
     started = time.monotonic()
     for _ in range(5):
         pool.allocate()
     time.sleep(0.3)
-    assert committed() == 8 or time.monotonic() - started > 0.9
-    wait_for(13)
+    assert committed() == 9 or time.monotonic() - started > 0.9
+    wait_for(14)
     pool.close()
