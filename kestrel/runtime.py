@@ -11,6 +11,7 @@ from kestrel.cache.scope import Scope
 from kestrel.config import Config
 from kestrel.configured import configured_store
 from kestrel.engine.engine import Engine
+from kestrel.engine.kernels import are_compiled
 from kestrel.engine.sampling import Sampling, TokenLogprob
 from kestrel.errors import CapacityError, PromptTooLong, RequestError, StoreError
 from kestrel.generation import Delta, Finished, Generation, Request, Stats
@@ -113,7 +114,7 @@ class Runtime:
             chat = load_chat_template(Path(config.model.chat_template), chat)
         with ThreadPoolExecutor(1) as beside:  # packing the weights leaves the interpreter free
             tokenizer = beside.submit(checkpoint.tokenizer)
-            engine = _open_engine(config, weights)
+            engine = _open_engine(config, weights, log)
         return cls(config, name, engine, tokenizer.result(), chat, log)
 
     def _open_store(self) -> None:
@@ -326,11 +327,14 @@ class Runtime:
             )
 
 
-def _open_engine(config: Config, weights: Weights) -> Engine:
+def _open_engine(config: Config, weights: Weights, log: Log) -> Engine:
     """The engine of a runtime; the converted file is out of memory by then."""
+    kv_dtype = cast(KvDtype, config.engine.kv)
+    if not are_compiled(kv_dtype):
+        log(f"[ENGINE] compiling the attention kernels for {kv_dtype} KV, once for this machine: about 10 s")
     engine = Engine(
         weights,
-        kv_dtype=cast(KvDtype, config.engine.kv),
+        kv_dtype=kv_dtype,
         page_tokens=config.cache.page_tokens,
         chunk_tokens=config.engine.chunk_tokens,
         kv_ram_bytes=config.engine.kv_ram_bytes,

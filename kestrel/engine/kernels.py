@@ -36,7 +36,7 @@ def load_kernels(kv_dtype: KvDtype) -> Kernels:
 
     The operator `kestrel.Call` works from then on.
     """
-    path = _cache_folder() / f"{kv_dtype}-{instruction_level()}-{_sources_digest()}.so"
+    path = _path(kv_dtype)
     content = _read(path)
     if content is None:
         from kestrel.engine.compiled.attention import library
@@ -48,10 +48,20 @@ def load_kernels(kv_dtype: KvDtype) -> Kernels:
     return Kernels(address_of(opened.begin), address_of(opened.work))
 
 
+def are_compiled(kv_dtype: KvDtype) -> bool:
+    """Whether `load_kernels` finds them, or has to compile them."""
+    return _read(_path(kv_dtype)) is not None
+
+
+def _path(kv_dtype: KvDtype) -> Path:
+    return _cache_folder() / f"{kv_dtype}-{instruction_level()}-{_sources_digest()}.so"
+
+
 def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kestrel" / "kernels"
 
 
+@functools.cache
 def _sources_digest() -> str:
     """Of all that decides on the code: what is compiled, and the compiler."""
     here = Path(__file__).parent
