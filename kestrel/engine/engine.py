@@ -92,15 +92,11 @@ class Engine:
             graphs = beside.submit(LayerGraphs, weights, most_rows, names, self.threads)
             from kestrel.engine.attention import LOG2E, Attention
 
-            no_norm = np.zeros(0, np.float32)
             self._rope = RopeTable(geometry, self.context_tokens)
             self._attention = Attention(
                 self.pool,
                 geometry.num_heads,
-                [
-                    (no_norm if w.q_norm is None else w.q_norm, no_norm if w.k_norm is None else w.k_norm)
-                    for w in weights.layers
-                ],
+                [(_copy(w.q_norm), _copy(w.k_norm)) for w in weights.layers],
                 self._rope.cosine,
                 self._rope.sine,
                 geometry.norm_eps,
@@ -154,6 +150,11 @@ class Engine:
         logits = graphs.logits(step.picked, self.numerics.least_rows)
         self.seconds.head += clock() - t1
         return logits
+
+
+def _copy(norm: Floats | None) -> Floats:
+    """A norm's weights; none if there is no norm. A byte read from the mapped file may bring 2 MB of it into memory."""
+    return np.array(() if norm is None else norm, np.float32)
 
 
 @functools.cache
