@@ -61,7 +61,7 @@ class PrefixCache:
         self.worth = Worth(
             flops_per_token=2 * geometry.num_parameters,
             flops_per_key=4 * geometry.num_layers * geometry.num_heads * geometry.head_dim,
-            threads=engine.threads,
+            flops=engine.numerics.flops,
             chunk_tokens=engine.chunk_tokens,
             always=policy.loads_always,
         )

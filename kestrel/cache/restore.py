@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kestrel.engine.pool import PagePool
+from kestrel.engine.priority import waited_for_a_core
 from kestrel.errors import ArtifactError
 from kestrel.store.match import PageRef
 from kestrel.store.store import OpenPage
@@ -184,7 +185,8 @@ class Restore:
         """End the reader once the read has got too slow; decided once, for all readers. The caller holds the lock."""
         if self._is_too_slow is None:
             return
-        if not self.is_given_up and self._is_too_slow(time.perf_counter() - self._started, nbytes):
+        elapsed = time.perf_counter() - self._started - waited_for_a_core()
+        if not self.is_given_up and self._is_too_slow(elapsed, nbytes):
             self.nbytes = max(self.nbytes, self._brought)
             self.is_given_up = True
             self._changed.notify_all()

@@ -2,8 +2,9 @@
 
 A fast model on a slow disk computes a prefix sooner than it reads it. Two rates are kept: seconds a prompt token
 takes to compute (one part that is the same for every token, one that grows with the tokens before it) and seconds a
-byte takes to read. Nothing is measured ahead of use, so a new process begins with guesses, and reads: a read that
-turns out slower than computing is given up soon after it began (`is_too_slow`), which costs a few per cent.
+byte takes to read. A new process goes by a few rows that it computed at its start, knows nothing of the disk, and
+reads: a read that turns out slower than computing is given up soon after it began (`is_too_slow`), which costs a few
+per cent.
 """
 
 import threading
@@ -12,17 +13,13 @@ from dataclasses import dataclass
 
 from kestrel.store.match import PageRef
 
-GUESSED_FLOPS = 25e9  # a second and thread: an ordinary core with 8-bit weights
 GUESSED_READ_BYTES = 200e6  # a second: between an SD card and a disk
 LEAST_ROWS = 64  # steps of fewer rows say little about a long prompt
 LEAST_READ_NBYTES = 256 * 1024  # shorter reads are mostly the cost of opening files
 LEAST_SECONDS = 0.25  # where neither choice takes longer, the hit is read: nobody feels the difference
 LEAST_LOSS = 0.05  # seconds by which reading must be slower than computing before a read is given up
 TRIAL = 0.03  # of the computing time: how long a read may go on before it is judged
-GUESSED_TRIAL = 0.01  # the same while that time is a guess, which quick machines beat three times over
-LEAST_TRIAL = (
-    0.1  # seconds that a read goes on in any case: on a busy machine a reader waits so long for a core
-)
+LEAST_TRIAL = 0.1  # seconds that a read goes on in any case
 KEPT = 0.5  # weight of everything measured before, when something new is
 FORGIVING = 0.97  # factor on the remembered cost of reading after each refusal, so that a recovered disk is tried again
 
@@ -41,7 +38,6 @@ class Choice:
     afterwards: float
     computing: float
     why: str
-    trial: float = TRIAL  # of `computing`: how long the read may go on before it is judged
 
     def __str__(self) -> str:
         """The decision in words."""
@@ -57,20 +53,20 @@ class Worth:
         self,
         flops_per_token: float,
         flops_per_key: float,
-        threads: int,
+        flops: float,
         chunk_tokens: int,
         always: bool = False,
     ):
         """flops_per_token: of all matrices; flops_per_key: of attention, for one token and one token before it.
 
-        chunk_tokens: most rows of the step that a read overlaps with. always: read whatever is found.
+        flops: operations a second, to begin with. chunk_tokens: most rows of the step that a read overlaps with.
+        always: read whatever is found.
         """
         self._lock = threading.Lock()
         self._always = always
         self._chunk = chunk_tokens
-        speed = GUESSED_FLOPS * threads
-        self._per_token = _Rate(flops_per_token / speed)
-        self._per_key = _Rate(flops_per_key / speed)
+        self._per_token = _Rate(flops_per_token / flops)
+        self._per_key = _Rate(flops_per_key / flops)
         self._per_byte = _Rate(1 / GUESSED_READ_BYTES)
 
     def note_step(self, rows: int, keys: int, matrices: float, attention: float) -> None:
@@ -126,19 +122,16 @@ class Worth:
             if not number and pages:
                 with self._lock:
                     self._per_byte.soften(FORGIVING)
-        trial = TRIAL if self._per_token.is_measured else GUESSED_TRIAL
-        return Choice(number, len(pages), seconds[number], afterwards[number], computing, why, trial)
+        return Choice(number, len(pages), seconds[number], afterwards[number], computing, why)
 
     def is_too_slow(self, choice: Choice, elapsed: float, nbytes: int, num_bytes: int) -> bool:
         """Whether a read that has brought `nbytes` of `num_bytes` in `elapsed` seconds should be given up.
 
-        Judged once it has taken `choice.trial` of the time that computing would, and LEAST_TRIAL: if the rest of it, at
+        Judged once it has taken TRIAL of the time that computing would, and LEAST_TRIAL: if the rest of it, at
         the speed so far, and what must be computed afterwards take longer than computing everything, the loss is that
-        small share. A few bytes say nothing of a disk until they have taken long.
+        small share. elapsed: without the time that the reader waited for a core, which says nothing of the disk.
         """
-        if self._always or elapsed < max(choice.trial * choice.computing, LEAST_TRIAL):
-            return False
-        if nbytes < LEAST_READ_NBYTES and elapsed < LEAST_SECONDS:
+        if self._always or elapsed < max(TRIAL * choice.computing, LEAST_TRIAL):
             return False
         gained = choice.computing - choice.afterwards + LEAST_LOSS
         return (num_bytes - nbytes) * elapsed > gained * nbytes

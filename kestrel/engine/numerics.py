@@ -6,6 +6,8 @@ runs the real graphs with few and many rows; where a lone row differs from the s
 steps are padded to the fewest rows that do not.
 """
 
+import math
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ from kestrel.store.layout import KvDtype, PageLayout
 MOST_LEAST_ROWS = 8  # the most rows a step is ever padded to
 # First row and number of rows that are run apart from the rest.
 _COMPANIES = ((0, 1), (17, 1), (5, 2), (17, 3), (0, 4), (17, 5), (9, 8), (17, 13))
+_TIMED = 3  # runs of the reference, of which the quickest counts
 _HEAD_OUTPUTS = 4096  # that are run; all of a vocabulary of 150,000 take 20 ms a time
 _PROBE_COLUMNS = 96  # outputs computed per operator: enough to fill and overflow any kernel's tile
 _PROBE_POSITIONS = 1024
@@ -34,26 +37,29 @@ class Numerics:
     """Findings about this CPU for one model.
 
     digest: hex, equal on two boards whose kernels round alike. least_rows: rows every graph run must
-    have for a row's result not to depend on its company. exact: whether such a number was found.
+    have for a row's result not to depend on its company. exact: whether such a number was found. flops: operations
+    a second in matrix products of a few dozen rows, roughly what a prompt is computed at.
     """
 
     digest: str
     least_rows: int
     exact: bool
+    flops: float
 
 
 def measure(weights: Weights, kv_dtype: KvDtype, graphs: LayerGraphs) -> Numerics:
     """Probe the kernels and check that rows are independent; milliseconds for small models."""
-    least = least_rows(graphs)
+    least, flops = least_rows(graphs)
     rows = least or 1
-    return Numerics(probe(weights, kv_dtype, rows), rows, least is not None)
+    return Numerics(probe(weights, kv_dtype, rows), rows, least is not None, flops)
 
 
-def least_rows(graphs: LayerGraphs) -> int | None:
+def least_rows(graphs: LayerGraphs) -> tuple[int | None, float]:
     """Fewest rows (1, 2, 4 or 8) from which on the graphs give every row the same bits in any company; None if none.
 
-    Runs a projection and the end of the real model, with part of its head, on fixed inputs. Experts meet few of a
-    step's rows, so they are padded too: graphs.least_expert_rows is left at the number found.
+    Runs a projection and the end of the real model, with part of its head, on fixed inputs; also returned is how many
+    operations a second that took. Experts meet few of a step's rows, so they are padded too: graphs.least_expert_rows
+    is left at the number found.
     """
     geometry = graphs.geometry
     held = graphs.weights.layers[min(1, geometry.num_layers - 1)]
@@ -80,13 +86,23 @@ def least_rows(graphs: LayerGraphs) -> int | None:
             for alone, among in zip(run(first, rows), reference, strict=True)
         )
 
+    last = graphs.weights.layers[-1]
+    mlp = last.mlps[0].gate_up.size + last.mlps[0].down.size
+    numbers = held.qkv.size + last.o.size + mlp * (geometry.experts.num_used if geometry.experts else 1)
+    numbers += _HEAD_OUTPUTS * geometry.hidden_size
+    shortest = math.inf
+    found = None
     for least in (1, 2, 4, MOST_LEAST_ROWS):
         graphs.least_expert_rows = least
-        reference = run(0, largest)
+        for _ in range(_TIMED):
+            started = time.perf_counter()
+            reference = run(0, largest)
+            shortest = min(shortest, time.perf_counter() - started)
         tried = [(first, n) for first, n in _COMPANIES if n >= least and first + n <= largest]
         if not any(differs(first, rows) for first, rows in tried):
-            return least
-    return None
+            found = least
+            break
+    return found, 2 * largest * numbers / shortest
 
 
 def probe(weights: Weights, kv_dtype: KvDtype, rows: int) -> str:

@@ -38,3 +38,11 @@ def give_way(niceness: int) -> None:
         thread = threading.get_native_id()
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread, max(niceness, os.getpriority(os.PRIO_PROCESS, thread)))
+
+
+def waited_for_a_core() -> float:
+    """Seconds that the calling thread has been ready to run since it began, but had no core; 0 where nobody says."""
+    with suppress(OSError, ValueError), open("/proc/thread-self/schedstat", encoding="ascii") as file:
+        _, nanoseconds, _ = file.read().split()
+        return int(nanoseconds) * 1e-9
+    return 0.0

@@ -54,6 +54,11 @@ class Linear:
     scales: Floats | None
 
     @property
+    def size(self) -> int:
+        """Its numbers."""
+        return self.in_features * self.out_features
+
+    @property
     def nbytes(self) -> int:
         """Bytes read when every number is used once."""
         return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
