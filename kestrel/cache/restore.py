@@ -52,11 +52,13 @@ class Restore:
         pages: Sequence[tuple[PageRef, OpenPage]],
         table: Sequence[int],
         is_too_slow: Callable[[float, int], bool] | None = None,
+        began: float | None = None,
     ):
         """pages: what to read, opened and checked, in order of position; table: the sequence's pool pages.
 
         is_too_slow(seconds so far, bytes so far): asked on the way, often while little is read and then after every
-        piece of a page; the read is given up when it says so.
+        piece of a page; the read is given up when it says so. began: by time.perf_counter, if opening the pages is
+        to count as well.
         """
         self._pool = pool
         self._pages = list(pages)
@@ -67,6 +69,7 @@ class Restore:
         self._left = [len(self._pages)] * pool.layout.num_layers  # pages still to be read, of each layer
         self._ready = 0  # layers complete
         self._started = time.perf_counter()
+        self._began = began or self._started
         self.seconds = 0.0  # from start to the last layer
         self.nbytes = 0  # read so far
         self.timeline = Timeline()
@@ -185,7 +188,7 @@ class Restore:
         """End the reader once the read has got too slow; decided once, for all readers. The caller holds the lock."""
         if self._is_too_slow is None:
             return
-        elapsed = time.perf_counter() - self._started - waited_for_a_core()
+        elapsed = time.perf_counter() - self._began - waited_for_a_core()
         if not self.is_given_up and self._is_too_slow(elapsed, nbytes):
             self.nbytes = max(self.nbytes, self._brought)
             self.is_given_up = True

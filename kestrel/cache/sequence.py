@@ -410,6 +410,7 @@ class CachedSequence:
         opened: list[tuple[PageRef, OpenPage]] = []
         store = self._cache.store
         assert store is not None
+        began = time.perf_counter()
         store.read_ahead(refs)
         for ref in refs:
             try:
@@ -440,6 +441,7 @@ class CachedSequence:
             None
             if self._cache.policy.loads_always
             else lambda elapsed, nbytes: worth.is_too_slow(choice, elapsed, nbytes, num_bytes),
+            began,
         )
 
     def _reject(self, ref: PageRef, error: Exception) -> None:

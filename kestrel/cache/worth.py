@@ -16,9 +16,10 @@ from kestrel.store.match import PageRef
 GUESSED_READ_BYTES = 200e6  # a second: between an SD card and a disk
 LEAST_ROWS = 64  # steps of fewer rows say little about a long prompt
 LEAST_READ_NBYTES = 256 * 1024  # shorter reads are mostly the cost of opening files
+LEAST_JUDGED_NBYTES = 128 * 1024  # fewer tell a slow disk from one that begins late only after LEAST_SECONDS
 LEAST_SECONDS = 0.25  # where neither choice takes longer, the hit is read: nobody feels the difference
-LEAST_LOSS = 0.05  # seconds by which reading must be slower than computing before a read is given up
-TRIAL = 0.03  # of the computing time: how long a read may go on before it is judged
+LEAST_LOSS = 0.1  # seconds by which reading must be slower than computing before a read is given up
+TRIAL = 0.02  # of the computing time: how long a read may go on before it is judged
 LEAST_TRIAL = 0.1  # seconds that a read goes on in any case
 KEPT = 0.5  # weight of everything measured before, when something new is
 FORGIVING = 0.97  # factor on the remembered cost of reading after each refusal, so that a recovered disk is tried again
@@ -127,11 +128,14 @@ class Worth:
     def is_too_slow(self, choice: Choice, elapsed: float, nbytes: int, num_bytes: int) -> bool:
         """Whether a read that has brought `nbytes` of `num_bytes` in `elapsed` seconds should be given up.
 
-        Judged once it has taken TRIAL of the time that computing would, and LEAST_TRIAL: if the rest of it, at
-        the speed so far, and what must be computed afterwards take longer than computing everything, the loss is that
-        small share. elapsed: without the time that the reader waited for a core, which says nothing of the disk.
+        Judged once it has taken TRIAL of the time that computing would, and LEAST_TRIAL: if the rest of it, at the
+        speed so far, and what must be computed afterwards take longer than computing everything, the loss is that
+        small share. A few bytes say nothing of a disk until they have taken long: it may have been asleep. elapsed:
+        without the time that the reader waited for a core, which says nothing of the disk.
         """
         if self._always or elapsed < max(TRIAL * choice.computing, LEAST_TRIAL):
+            return False
+        if nbytes < LEAST_JUDGED_NBYTES and elapsed < LEAST_SECONDS:
             return False
         gained = choice.computing - choice.afterwards + LEAST_LOSS
         return (num_bytes - nbytes) * elapsed > gained * nbytes

@@ -192,6 +192,9 @@ class Graph:
             ir_version=10,
         )
         options = ort.SessionOptions()
+        options.enable_mem_pattern = (
+            False  # one block for all of a step's values, beside those of its first run
+        )
         options.use_per_session_threads = False
         options.log_severity_level = 3
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -29,7 +29,7 @@ from kestrel.store.layout import SAFETENSORS_DTYPES, KvDtype, PageLayout, Tensor
 ALIGNMENT = 4096
 EARLIER_ALIGNMENT = 64  # files written before that; they are read like any other
 LENGTH_NBYTES = 8  # the little-endian u64 in front of the JSON
-PIECE_NBYTES = 1 << 15  # read at once while somebody watches the progress
+PIECE_NBYTES = 1 << 14  # read at once while somebody watches the progress
 MAX_HEADER_NBYTES = 1 << 20  # 2,000 int8 layers fit; what a hostile length field can make a reader allocate
 MAX_DIMENSION = 1 << 24  # largest count a header may name: bounds every size worked out from it
 

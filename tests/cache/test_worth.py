@@ -98,14 +98,22 @@ def test_what_takes_no_time_either_way_is_read() -> None:
     assert learned(20_000, 2e6).choose(pages_of(1), 0, PAGE + 31).num_pages == 0  # 500 ms to read
 
 
-def test_a_read_is_given_up_after_a_small_share_of_the_computing_time_if_it_lags() -> None:
+def test_a_disk_that_begins_late_is_not_called_slow() -> None:
     worth = learned(1000, 1e9)
+    choice = worth.choose(pages_of(8), 0, 8 * PAGE + 31)
+    assert not worth.is_too_slow(choice, LEAST_SECONDS * 0.9, 16_000, 8 * PAGE_NBYTES)
+    assert worth.is_too_slow(choice, LEAST_SECONDS * 1.1, 16_000, 8 * PAGE_NBYTES)
+    assert worth.is_too_slow(choice, LEAST_SECONDS * 0.9, 150_000, 8 * PAGE_NBYTES)
+
+
+def test_a_read_is_given_up_after_a_small_share_of_the_computing_time_if_it_lags() -> None:
+    worth = learned(250, 1e9)
     choice = worth.choose(pages_of(8), 0, 8 * PAGE + 31)
     total = 8 * PAGE_NBYTES
     trial = TRIAL * choice.computing
-    assert not worth.is_too_slow(choice, trial * 0.9, total // 25, total)  # too early to say
-    assert worth.is_too_slow(choice, trial * 1.7, total // 25, total)
-    assert not worth.is_too_slow(choice, trial * 1.1, total // 10, total)
+    assert not worth.is_too_slow(choice, trial * 0.9, total // 60, total)  # too early to say
+    assert worth.is_too_slow(choice, trial * 1.7, total // 60, total)
+    assert not worth.is_too_slow(choice, trial * 1.7, total // 10, total)
 
 
 def test_a_new_process_goes_by_what_its_processor_computed_at_the_start() -> None:
