@@ -76,6 +76,7 @@ class CachedSequence:
     ):
         if not len(tokens):
             raise RequestError("a prompt needs at least one token")
+        cache.engine.activity.expect()  # nobody moves memory while it is matched
         self._cache = cache
         self._pool = cache.engine.pool
         self.tokens: list[int] = tokens.tolist()

@@ -23,6 +23,10 @@ class Activity:
     def __exit__(self, *_: object) -> None:
         self._is_stepping, self._ended = False, time.monotonic()
 
+    def expect(self) -> None:
+        """A step is about to come."""
+        self._ended = time.monotonic()
+
     @property
     def is_busy(self) -> bool:
         """Whether a step runs, or another one is likely to follow the last."""
