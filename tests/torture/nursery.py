@@ -10,50 +10,36 @@ import faulthandler
 import gc
 import json
 import os
-import pickle
 import signal
 import struct
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import onnx  # noqa: F401  (what follows imports when it is first needed)
 
 import kestrel.server.app  # noqa: F401
 from kestrel.cli import main
 from kestrel.config import load_config
-from kestrel.engine import attention
+from kestrel.engine.kernels import load_kernels
 from kestrel.runtime import Runtime
-
-
-def dispatchers() -> dict[str, Any]:
-    """The compiled functions of the attention module, by name."""
-    return {name: value for name, value in vars(attention).items() if hasattr(value, "nopython_signatures")}
+from kestrel.store.layout import KvDtype
 
 
 def warm_up(words: list[str]) -> None:
     """Load the kernels that a server needs, without ever running one: threads would not survive a fork.
 
-    Which signatures those are is found out by a child that opens the model.
+    The model is opened, and so converted, by a child.
     """
-    read, write = os.pipe()
     child = os.fork()
     if not child:
         try:
             with Runtime.open(load_config([*words, "cache=off"]), lambda line: None):
-                signatures = {name: found.nopython_signatures for name, found in dispatchers().items()}
-            with os.fdopen(write, "wb") as pipe:
-                pickle.dump(signatures, pipe)
+                pass
         finally:
             os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        signatures = pickle.load(pipe)
     os.waitpid(child, 0)
-    for name, dispatcher in dispatchers().items():
-        for signature in signatures[name]:
-            dispatcher.compile(signature.args)
-    for quantised in (False, True):
-        attention._compiled(quantised)
+    for kv_dtype in get_args(KvDtype):
+        load_kernels(kv_dtype)
     load_config(words)
 
 
