@@ -15,7 +15,10 @@ from kestrel.store.store import OpenPage
 
 NUM_READERS = 4  # disks want several reads at once (8K float32, not in the page cache: 490 -> 440 ms)
 PIECE_NBYTES = 1 << 20  # of a page read at once: 10 layers of int8, 2 of float32 in a small model
-TRIAL_NBYTES = 1 << 20  # read in small pieces, to notice a slow disk early; larger ones are read faster
+TRIAL_NBYTES = 1 << 20  # read in small parts at least, to notice a slow disk early
+FAST_BYTES = (
+    64e6  # a second: from then on whole pieces are read; a slower disk is still likely to be given up
+)
 
 
 @dataclass(frozen=True)
@@ -197,11 +200,12 @@ class Restore:
             raise _GivenUp
 
     def _judge_piece(self, nbytes: int) -> None:
-        """Note a part of what is read; once enough is read to know the disk, it is no longer read in parts."""
+        """Note a part of what is read; once the disk has turned out fast, whole pieces are read."""
         with self._changed:
             self._brought += nbytes
             self._judge(self._brought)
-        if self._brought >= TRIAL_NBYTES:
+        elapsed = time.perf_counter() - self._started
+        if self._brought >= max(TRIAL_NBYTES, FAST_BYTES * elapsed):
             for _, page in self._pages:
                 page.progress = None
 
