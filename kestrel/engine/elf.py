@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kestrel.errors import KestrelError
+
 # A library in memory: headers, code from _CODE on, tables; from _DATA on what the loader writes to.
 _PAGE = 1 << 16  # the largest there is
 _CODE = 1 << 12  # as code for aarch64 is placed relative to 4 KiB
@@ -44,8 +46,13 @@ _WITHIN_PAGE = {277: 0, 278: 0, 284: 1, 285: 2, 286: 3, 299: 4}
 _JUMPS = (282, 283)
 
 
-class CannotLink(Exception):
+class CannotLink(KestrelError):
     """An object file needs more than is done here."""
+
+    def __init__(self, what: str):
+        super().__init__(
+            f"the attention kernels cannot be linked: {what}; another version of numba may do, 0.68 is known to"
+        )
 
 
 @dataclass(frozen=True)
