@@ -15,8 +15,9 @@ from kestrel.store.match import PageRef
 
 GUESSED_READ_BYTES = 200e6  # a second: between an SD card and a disk
 LEAST_ROWS = 64  # steps of fewer rows say little about a long prompt
-LEAST_READ_NBYTES = 256 * 1024  # shorter reads are mostly the cost of opening files
-LEAST_JUDGED_NBYTES = 128 * 1024  # fewer tell a slow disk from one that begins late only after LEAST_SECONDS
+LEAST_READ_NBYTES = (
+    128 * 1024
+)  # shorter reads are mostly the cost of opening files, or a disk that was asleep
 LEAST_SECONDS = 0.25  # where neither choice takes longer, the hit is read: nobody feels the difference
 LEAST_LOSS = 0.1  # seconds by which reading must be slower than computing before a read is given up
 TRIAL = 0.02  # of the computing time: how long a read may go on before it is judged
@@ -135,7 +136,7 @@ class Worth:
         """
         if self._always or elapsed < max(TRIAL * choice.computing, LEAST_TRIAL):
             return False
-        if nbytes < LEAST_JUDGED_NBYTES and elapsed < LEAST_SECONDS:
+        if nbytes < LEAST_READ_NBYTES and elapsed < LEAST_SECONDS:
             return False
         gained = choice.computing - choice.afterwards + LEAST_LOSS
         return (num_bytes - nbytes) * elapsed > gained * nbytes

@@ -173,30 +173,35 @@ def measure_rate(
     """One rate: what a new process does, and what one does that has computed and read before."""
     disk = "as it is" if fraction is None else f"{fraction:g}x"
     log_line(f"worth: {len(prefix)} tokens, disk {disk}")
-    new: list[Stats] = []
-    learned: list[Stats] = []
-    computed: list[Stats] = []
-    for _ in range(repeats):
+    hits: dict[str, list[Stats]] = {"new": [], "learned": []}
+    computed: dict[str, list[Stats]] = {
+        "new": [],
+        "learned": [],
+    }  # a new process meets memory it never used before
+    for turn in range(repeats):
         with opened(config) as runtime:
             _slow_down(runtime, bytes_per_second)
-            prompts = prompts_for(runtime, seed=len(new) + 1)
-            new.append(_hit(runtime, prefix + prompts(TAIL_TOKENS)))
-            computed.append(_hit(runtime, prompts(len(prefix) + TAIL_TOKENS)))
-            learned.append(_hit(runtime, prefix + prompts(TAIL_TOKENS)))
-    compute_ms = median([stats.ttft_ms for stats in computed])
+            prompts = prompts_for(runtime, seed=turn + 1)
+            hits["new"].append(_hit(runtime, prefix + prompts(TAIL_TOKENS)))
+            computed["learned"].append(_hit(runtime, prompts(len(prefix) + TAIL_TOKENS)))
+            hits["learned"].append(_hit(runtime, prefix + prompts(TAIL_TOKENS)))
+        with opened(config) as runtime:
+            prompts = prompts_for(runtime, seed=repeats + turn + 1)
+            computed["new"].append(_hit(runtime, prompts(len(prefix) + TAIL_TOKENS)))
+    compute_ms = {knows: median([stats.ttft_ms for stats in found]) for knows, found in computed.items()}
     return [
         {
             "tokens": len(prefix),
             "disk": disk,
             "rate": None if bytes_per_second is None else bytes_per_second / 1e6,
             "knows": knows,
-            "compute_ms": compute_ms,
+            "compute_ms": compute_ms[knows],
             "ttft_ms": median([stats.ttft_ms for stats in found]),
-            "ratio": median([stats.ttft_ms for stats in found]) / compute_ms,
+            "ratio": median([stats.ttft_ms for stats in found]) / compute_ms[knows],
             "restored": median([stats.restored_tokens for stats in found]),
             "load": found[-1].load,
         }
-        for knows, found in (("new", new), ("learned", learned))
+        for knows, found in hits.items()
     ]
 
 
