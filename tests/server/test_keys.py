@@ -134,6 +134,7 @@ def test_tenants(start_server: Any, tiny_words: tuple[str, ...], key_file: Path)
         assert answer.choices[0].message.content == answers[0].choices[0].message.content
 
     # Admin routes.
+    server.wait_for(f"{other.kestrel['key']}.safetensors")  # pages are saved behind the answer
     for key, status in ((ALICE, 403), (ROOT, 200)):
         headers = {"Authorization": f"Bearer {key}"}
         assert server.http.get("/metrics", headers=headers).status_code == status
