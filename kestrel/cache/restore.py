@@ -16,9 +16,7 @@ from kestrel.store.store import OpenPage
 NUM_READERS = 4  # disks want several reads at once (8K float32, not in the page cache: 490 -> 440 ms)
 PIECE_NBYTES = 1 << 20  # of a page read at once: 10 layers of int8, 2 of float32 in a small model
 TRIAL_NBYTES = 1 << 20  # read in small parts at least, to notice a slow disk early
-FAST_BYTES = (
-    64e6  # a second: from then on whole pieces are read; a slower disk is still likely to be given up
-)
+FAST_BYTES = 64e6  # a second, from which on whole pieces are read: a slower disk may still be given up
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class Restore:
 
         is_too_slow(seconds so far, bytes so far): asked on the way, often while little is read and then after every
         piece of a page; the read is given up when it says so. began: by time.perf_counter, if opening the pages is
-        to count as well.
+        to count as well, without what that waited for a core.
         """
         self._pool = pool
         self._pages = list(pages)
@@ -191,7 +189,9 @@ class Restore:
         """End the reader once the read has got too slow; decided once, for all readers. The caller holds the lock."""
         if self._is_too_slow is None:
             return
-        elapsed = time.perf_counter() - self._began - waited_for_a_core()
+        elapsed = time.perf_counter() - self._began
+        if threading.current_thread() in self._threads:  # any other has waited for more than this read
+            elapsed -= waited_for_a_core()
         if not self.is_given_up and self._is_too_slow(elapsed, nbytes):
             self.nbytes = max(self.nbytes, self._brought)
             self.is_given_up = True

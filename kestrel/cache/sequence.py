@@ -20,6 +20,7 @@ from kestrel.cache.worth import Choice
 from kestrel.engine.engine import Span, StepSeconds
 from kestrel.engine.layers import Floats
 from kestrel.engine.pool import CachedPage
+from kestrel.engine.priority import waited_for_a_core
 from kestrel.errors import ArtifactError, CapacityError, RequestError, StoreError
 from kestrel.identity import Tokens, as_tokens, page_key, prefix_sha256
 from kestrel.sharing.ondemand import Fetch
@@ -411,7 +412,7 @@ class CachedSequence:
         opened: list[tuple[PageRef, OpenPage]] = []
         store = self._cache.store
         assert store is not None
-        began = time.perf_counter()
+        began, waited = time.perf_counter(), waited_for_a_core()
         store.read_ahead(refs)
         for ref in refs:
             try:
@@ -442,7 +443,7 @@ class CachedSequence:
             None
             if self._cache.policy.loads_always
             else lambda elapsed, nbytes: worth.is_too_slow(choice, elapsed, nbytes, num_bytes),
-            began,
+            began + waited_for_a_core() - waited,
         )
 
     def _reject(self, ref: PageRef, error: Exception) -> None:

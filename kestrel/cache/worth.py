@@ -17,7 +17,7 @@ GUESSED_READ_BYTES = 200e6  # a second: between an SD card and a disk
 LEAST_ROWS = 64  # steps of fewer rows say little about a long prompt
 LEAST_READ_NBYTES = (
     128 * 1024
-)  # shorter reads are mostly the cost of opening files, or a disk that was asleep
+)  # shorter reads are mostly opening files, or waiting for a disk that was asleep
 LEAST_SECONDS = 0.25  # where neither choice takes longer, the hit is read: nobody feels the difference
 LEAST_LOSS = 0.1  # seconds by which reading must be slower than computing before a read is given up
 TRIAL = 0.02  # of the computing time: how long a read may go on before it is judged

@@ -164,10 +164,8 @@ def shared_library(code: Code) -> bytes:
             symbol["section"], symbol["value"] = 1, _CODE + code.functions[name]
     relocations: npt.NDArray[Any] = np.zeros(len(code.imports), _RELOCATION)
     relocations["offset"] = _IMPORTS + 8 * np.arange(len(code.imports))
-    relocations["type"], relocations["symbol"] = (
-        _FILL_IN,
-        1 + len(code.functions) + np.arange(len(code.imports)),
-    )
+    relocations["type"] = _FILL_IN
+    relocations["symbol"] = 1 + len(code.functions) + np.arange(len(code.imports))
 
     at, body = {}, b""
     for part, content in (

@@ -14,6 +14,6 @@ def instruction_level() -> str:
         return "generic"
     from numpy._core._multiarray_umath import __cpu_features__ as has
 
-    if has["AVX512F"] and has["AVX512CD"] and has.get("AVX512_SKX"):
+    if has.get("AVX512_SKX"):  # F, CD, BW, DQ and VL
         return "x86-64-v4"
     return "x86-64-v3" if has["AVX2"] and has["FMA3"] else "x86-64-v2"

@@ -192,9 +192,8 @@ class Graph:
             ir_version=10,
         )
         options = ort.SessionOptions()
-        options.enable_mem_pattern = (
-            False  # one block for all of a step's values, beside those of its first run
-        )
+        # A pattern is one block for all values of a step, held beside those that its first run has used.
+        options.enable_mem_pattern = False
         options.use_per_session_threads = False
         options.log_severity_level = 3
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -89,7 +89,7 @@ def least_rows(graphs: LayerGraphs) -> tuple[int | None, float]:
     last = graphs.weights.layers[-1]
     mlp = last.mlps[0].gate_up.size + last.mlps[0].down.size
     numbers = held.qkv.size + last.o.size + mlp * (geometry.experts.num_used if geometry.experts else 1)
-    numbers += _HEAD_OUTPUTS * geometry.hidden_size
+    numbers += min(_HEAD_OUTPUTS, geometry.vocab_size) * geometry.hidden_size
     shortest = math.inf
     found = None
     for least in (1, 2, 4, MOST_LEAST_ROWS):

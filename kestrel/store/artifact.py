@@ -126,7 +126,8 @@ def read_header(fd: int, layout: PageLayout | None) -> ArtifactHead:
             f"or the limit ({MAX_HEADER_NBYTES} bytes)"
         )
     text = read_exactly(fd, text_nbytes, LENGTH_NBYTES)
-    header = None if layout is None else expected_facts(length_bytes + text, layout)
+    found = length_bytes + text
+    header = None if layout is None else expected_facts(found, layout)
     if header is None or layout is None:
         entries = parse_object(text, "header")
         header = parse_facts(entries)
@@ -134,7 +135,7 @@ def read_header(fd: int, layout: PageLayout | None) -> ArtifactHead:
         if layout is not None and found_layout != layout:
             raise ArtifactError(f"expected pages of {layout}, found {found_layout}")
         layout = found_layout
-        if not is_encoded(layout, header, length_bytes + text):
+        if not is_encoded(layout, header, found):
             check_entries(entries, layout, header)  # says which tensor is another one
             raise ArtifactError(f"header is not canonical JSON padded to a multiple of {ALIGNMENT} bytes")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kestrel.engine import kernels
-from kestrel.engine.elf import Code, in_memory, jump_to, link, shared_library
+from kestrel.engine.elf import Code, address_of, in_memory, jump_to, link, shared_library
 
 IMPORTED = """
 import sys
@@ -49,9 +49,8 @@ def test_kernels_are_used_though_they_cannot_be_kept(tmp_path: Path, monkeypatch
 
 
 def test_a_library_calls_what_it_needs_of_others_and_jumps_where_it_is_told() -> None:
-    address = ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p).value
-    assert address is not None
-    library = ctypes.CDLL(in_memory(shared_library(Code(jump_to(address), {"magnitude": 0}))))
+    code = jump_to(address_of(ctypes.CDLL(None).labs))
+    library = ctypes.CDLL(in_memory(shared_library(Code(code, {"magnitude": 0}))))
     assert library.magnitude(ctypes.c_long(-5)) == 5
 
 

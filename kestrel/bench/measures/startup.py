@@ -61,9 +61,8 @@ def run(config: Config, out: Path, full: bool = False) -> Result:
     session_tokens = fitting(CONTEXTS[:1] if full else (512,), longest, 2)[0]
     layout = PageLayout(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, _kv(config))
     size = config.cache.page_tokens
-    session_nbytes = -(-session_tokens // size) * layout.page_nbytes(
-        size
-    )  # its one token of answer has no KV
+    pages = -(-session_tokens // size)  # its one token of answer has no KV
+    session_nbytes = pages * layout.page_nbytes(size)
     kv_nbytes = session_nbytes * (NUM_SESSIONS // 2)
     variant = with_parts(
         with_store(config, root),

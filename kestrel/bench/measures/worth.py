@@ -174,10 +174,8 @@ def measure_rate(
     disk = "as it is" if fraction is None else f"{fraction:g}x"
     log_line(f"worth: {len(prefix)} tokens, disk {disk}")
     hits: dict[str, list[Stats]] = {"new": [], "learned": []}
-    computed: dict[str, list[Stats]] = {
-        "new": [],
-        "learned": [],
-    }  # a new process meets memory it never used before
+    # Computed for each as well: a new process meets memory that it never used before.
+    computed: dict[str, list[Stats]] = {"new": [], "learned": []}
     for turn in range(repeats):
         with opened(config) as runtime:
             _slow_down(runtime, bytes_per_second)

@@ -32,9 +32,10 @@ _settings: Any = numba.config
 _settings.CPU_NAME, _settings.CPU_FEATURES = instruction_level(), ""
 
 
-def jitted(function: Any) -> Any:
-    """Compile a function that others of the library call."""
-    return numba.njit(nogil=True, error_model="numpy")(function)
+def jitted(function: Any, *signature: str) -> Any:
+    """Compile a function: with a signature at once, without when others of the library call it."""
+    compiler: Any = numba.njit
+    return compiler(*signature, nogil=True, error_model="numpy")(function)
 
 
 def build_library(functions: dict[str, Callable[[int, int], Any]]) -> bytes:
@@ -44,9 +45,7 @@ def build_library(functions: dict[str, Callable[[int, int], Any]]) -> bytes:
     """
     module = binding.parse_assembly("")
     for name, function in functions.items():
-        dispatcher = numba.njit("(int64, int64)", nogil=True, error_model="numpy")(function)
-        result: Any
-        (result,) = dispatcher.overloads.values()
+        (result,) = jitted(function, "(int64, int64)").overloads.values()
         module.link_in(binding.parse_assembly(result.library.get_llvm_str()))
         native = result.fndesc.llvm_func_name
         module.link_in(binding.parse_assembly(_CALLER.format(native=native, name=name)))

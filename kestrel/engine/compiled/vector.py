@@ -10,6 +10,7 @@ The functions are numba intrinsics: they look like Python calls inside a jitted 
 inline vector code. Arrays are flat; offsets count elements.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,25 @@ def _load(builder: ir.IRBuilder, pointer: ir.Value, width: int) -> ir.Value:
     return builder.sitofp(builder.sext(loaded, wide), _vector(width))
 
 
+class _Lines:
+    """Lines of K or V in memory, and where as many of the same length begin that are wanted next."""
+
+    def __init__(self, array: Any, base: ir.Value, stride: ir.Value, ahead: ir.Value, length: ir.Value):
+        """array: numba's type of what they lie in; base, ahead: pointers; stride: elements between two lines."""
+        self._array, self._base, self._stride, self._ahead, self._length = array, base, stride, ahead, length
+
+    def load(
+        self, builder: ir.IRBuilder, number: ir.Value, column: ir.Value, vectors: int, width: int, rows: int
+    ) -> list[ir.Value]:
+        """Columns [column, column + vectors * width) of a line; for few rows the next ones are asked for."""
+        line = _at(builder, self._base, builder.mul(number, self._stride), column)
+        loaded = [_load(builder, _at(builder, line, v * width), width) for v in range(vectors)]
+        if rows in _FEW_ROWS:
+            wanted = _at(builder, self._ahead, builder.mul(number, self._length), column)
+            _read_ahead(builder, self._array, wanted, vectors * width)
+        return loaded
+
+
 def _read_ahead(builder: ir.IRBuilder, array: Any, start: ir.Value, numbers: int) -> None:
     """Ask for `numbers` elements from a pointer on to be brought near; no address is wrong."""
     byte = ir.IntType(8).as_pointer()
@@ -165,10 +185,10 @@ def _make_scores(rows: int) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
             q_data, k_data, s_data = (_data(context, builder, sig.args[i], args[i]) for i in (0, 2, 7))
             q_base = _at(builder, q_data, args[1])
-            k_base = _at(builder, k_data, args[3])
             s_base = _at(builder, s_data, args[8])
             stride_, dim_, keys_ = args[4], args[5], args[6]
-            ahead_base = _at(builder, k_data, args[9])
+            k_at_, ahead_ = (_at(builder, k_data, args[i]) for i in (3, 9))
+            lines = _Lines(k, k_at_, stride_, ahead_, keys_)
 
             def tile(column: ir.Value, vectors: int, width: int) -> None:
                 sums = [
@@ -180,11 +200,7 @@ def _make_scores(rows: int) -> Any:
                         builder.store(_const(0.0, width), one)
                 with cgutils.for_range(builder, dim_) as loop:
                     d = builder.sext(loop.index, ir.IntType(64))
-                    line = _at(builder, k_base, builder.mul(d, stride_), column)
-                    loaded = [_load(builder, _at(builder, line, v * width), width) for v in range(vectors)]
-                    if rows in _FEW_ROWS:
-                        next_ = _at(builder, ahead_base, builder.mul(d, keys_), column)
-                        _read_ahead(builder, k, next_, vectors * width)
+                    loaded = lines.load(builder, d, column, vectors, width, rows)
                     first = builder.mul(d, ir.IntType(64)(rows))
                     for r in range(rows):
                         weight = _splat(builder, builder.load(_at(builder, q_base, first, r)), width)
@@ -230,10 +246,10 @@ def _make_add_values(rows: int) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
             p_data, v_data, o_data = (_data(context, builder, sig.args[i], args[i]) for i in (0, 2, 6))
             p_base = _at(builder, p_data, args[1])
-            v_base = _at(builder, v_data, args[3])
             o_base = _at(builder, o_data, args[7])
             dim_, keys_ = args[4], args[5]
-            ahead_base = _at(builder, v_data, args[8])
+            v_at_, ahead_ = (_at(builder, v_data, args[i]) for i in (3, 8))
+            lines = _Lines(v, v_at_, dim_, ahead_, dim_)
 
             def tile(column: ir.Value, vectors: int, width: int) -> None:
                 sums = []
@@ -245,11 +261,7 @@ def _make_add_values(rows: int) -> Any:
                         sums.append(one)
                 with cgutils.for_range(builder, keys_) as loop:
                     c = builder.sext(loop.index, ir.IntType(64))
-                    line = _at(builder, v_base, builder.mul(c, dim_), column)
-                    loaded = [_load(builder, _at(builder, line, i * width), width) for i in range(vectors)]
-                    if rows in _FEW_ROWS:
-                        next_ = _at(builder, ahead_base, builder.mul(c, dim_), column)
-                        _read_ahead(builder, v, next_, vectors * width)
+                    loaded = lines.load(builder, c, column, vectors, width, rows)
                     for r in range(rows):
                         weight = _splat(builder, builder.load(_at(builder, p_base, c, r * ROW)), width)
                         for i in range(vectors):
@@ -268,6 +280,19 @@ def _make_add_values(rows: int) -> Any:
     return add_values
 
 
+def _scale(
+    builder: ir.IRBuilder, base: ir.Value, length: ir.Value, factor: Callable[[ir.Value, int, int], ir.Value]
+) -> None:
+    """Multiply `length` floats from a pointer on, in place; factor(place, further, width): of those from there on."""
+
+    def tile(place: ir.Value, vectors: int, width: int) -> None:
+        for v in range(vectors):
+            one = _at(builder, base, place, v * width)
+            _store(builder, builder.fmul(_load(builder, one, width), factor(place, v * width, width)), one)
+
+    _walk(builder, length, 4, tile)
+
+
 @intrinsic
 def scale_all(typing: Any, x: Any, at: Any, length: Any, factor: Any) -> Any:
     """x[at + i] *= factor for i in [0, length)."""
@@ -275,15 +300,7 @@ def scale_all(typing: Any, x: Any, at: Any, length: Any, factor: Any) -> Any:
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
         base = _at(builder, _data(context, builder, sig.args[0], args[0]), args[1])
-
-        def tile(place: ir.Value, vectors: int, width: int) -> None:
-            for v in range(vectors):
-                one = _at(builder, base, place, v * width)
-                _store(
-                    builder, builder.fmul(_load(builder, one, width), _splat(builder, args[3], width)), one
-                )
-
-        _walk(builder, args[2], 4, tile)
+        _scale(builder, base, args[2], lambda place, further, width: _splat(builder, args[3], width))
         return context.get_dummy_value()
 
     return signature, codegen
@@ -295,17 +312,15 @@ def scale_each(typing: Any, x: Any, at: Any, length: Any, factors: Any, factors_
     signature = types.void(x, types.int64, types.int64, factors, types.int64, types.float32)
 
     def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        base = _at(builder, _data(context, builder, sig.args[0], args[0]), args[1])
-        other = _at(builder, _data(context, builder, sig.args[3], args[3]), args[4])
+        base, other = (
+            _at(builder, _data(context, builder, sig.args[i], args[i]), args[i + 1]) for i in (0, 3)
+        )
 
-        def tile(place: ir.Value, vectors: int, width: int) -> None:
-            for v in range(vectors):
-                one = _at(builder, base, place, v * width)
-                factor = _load(builder, _at(builder, other, place, v * width), width)
-                factor = builder.fmul(factor, _splat(builder, args[5], width))
-                _store(builder, builder.fmul(_load(builder, one, width), factor), one)
+        def factor(place: ir.Value, further: int, width: int) -> ir.Value:
+            own = _load(builder, _at(builder, other, place, further), width)
+            return builder.fmul(own, _splat(builder, args[5], width))
 
-        _walk(builder, args[2], 4, tile)
+        _scale(builder, base, args[2], factor)
         return context.get_dummy_value()
 
     return signature, codegen
