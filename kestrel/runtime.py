@@ -164,7 +164,7 @@ class Runtime:
             self.writer.close()
         if self.store is not None:
             self.store.close()
-        self.engine.pool.close()
+        self.engine.close()
 
     def __enter__(self) -> "Runtime":
         return self

@@ -241,6 +241,6 @@ def _log_softmax(logits: Floats) -> Floats:
 
 def _close(engines: list[Engine]) -> None:
     for engine in engines:
-        engine.pool.close()
+        engine.close()
     engines.clear()
     gc.collect()  # sessions hold packed weights

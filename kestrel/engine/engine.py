@@ -128,6 +128,11 @@ class Engine:
         with self.activity:
             return self._compute(spans, rows, end, layer_ready)
 
+    def close(self) -> None:
+        """End what runs beside the steps; no step may follow."""
+        self.activity.end()
+        self.pool.close()
+
     def _compute(
         self, spans: Sequence[Span], rows: int, end: int, layer_ready: Callable[[int], None] | None
     ) -> Floats:

@@ -81,7 +81,7 @@ def _collapse(activity: Activity) -> None:
 
     While a piece is moved all page faults of the process wait. So the thread is no less urgent than others: one that
     loses its core in the middle of a piece keeps a first request waiting until the cores are idle again. It leaves
-    requests alone instead, unless they never end.
+    requests alone instead, unless they never end; and it ends with the engine, as another one may compute by then.
     """
     deadline = time.monotonic() + _PATIENCE_SECONDS
     for start, end in _anonymous_areas():
@@ -89,6 +89,8 @@ def _collapse(activity: Activity) -> None:
         for at in range(first, end - _HUGE_PAGE + 1, _HUGE_PAGE):
             while activity.is_busy and time.monotonic() < deadline:
                 time.sleep(0.02)
+            if activity.is_over:
+                return
             began = time.perf_counter()
             if (share_present(at, _HUGE_PAGE) or 0) > 0.5:  # an unused one must not take memory
                 advise(at, _HUGE_PAGE, _COLLAPSE)

@@ -16,6 +16,7 @@ class Activity:
     def __init__(self) -> None:
         self._is_stepping = False
         self._ended = 0.0  # time.monotonic() of the last step's end
+        self.is_over = False  # the engine is closed
 
     def __enter__(self) -> None:
         self._is_stepping = True
@@ -26,6 +27,10 @@ class Activity:
     def expect(self) -> None:
         """A step is about to come."""
         self._ended = time.monotonic()
+
+    def end(self) -> None:
+        """No step will come any more."""
+        self.is_over = True
 
     @property
     def is_busy(self) -> bool:

@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kestrel.engine import memory
+from kestrel.engine.priority import Activity
 from kestrel.engine.rope import RopeTable, rope_table
 from tests.engine.conftest import EngineOf
 
@@ -54,3 +57,24 @@ def test_the_rotary_table_is_the_same_however_far_it_is_filled_at_a_time(engine_
         table.reach(positions)
         for found, expected in zip((table.cosine, table.sine), whole, strict=True):
             assert (found[:positions].view(np.int32) == expected[:positions].view(np.int32)).all()
+
+
+def test_no_memory_is_moved_for_an_engine_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another engine of the process may compute by then, and its page faults would wait."""
+    movers: list[threading.Thread] = []  # those of other tests' engines may be at work too
+
+    def advise(*_: int) -> bool:
+        movers.append(threading.current_thread())
+        return True
+
+    monkeypatch.setattr(memory, "advise", advise)
+    activity, others = Activity(), set(threading.enumerate())
+    with activity:
+        with memory.heap_in_huge_pages(activity):
+            block = np.ones(4 * memory._HUGE_PAGE, np.uint8)
+        activity.end()
+    (mover,) = set(threading.enumerate()) - others
+    mover.join(30)
+    assert not mover.is_alive()
+    assert mover not in movers
+    assert block.all()

@@ -90,7 +90,7 @@ def run(config: Config, out: Path, full: bool = False) -> Result:
         for rows in numbers
     ]
     for engine in engines.values():
-        engine.pool.close()
+        engine.close()
     targets = [
         Target(
             f"{row['rows']} rows behind {row['tokens']:,} tokens: Kestrel / onnxruntime", row["ratio"], 1.0

@@ -74,7 +74,7 @@ def run(config: Config, out: Path, full: bool = False) -> Result:
         for length in lengths
     ]
     for engine in engines.values():
-        engine.pool.close()
+        engine.close()
     targets = [
         Target(
             f"attention of one row, {row['kv']} KV, {row['weights']} weights, {row['tokens']:,} tokens: share of "

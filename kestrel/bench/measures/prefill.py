@@ -71,7 +71,7 @@ def run(config: Config, out: Path, full: bool = False) -> Result:
         for length in lengths
     ]
     for engine in engines.values():
-        engine.pool.close()
+        engine.close()
     panel = Bars(
         "Prefill",
         "tok/s",
