@@ -212,9 +212,9 @@ class PrefixCache:
         for sequence, _ in work:
             if not sequence.is_reading:
                 sequence.settle()  # damage is known by now: no need to begin a step to meet it
-        before = replace(self.engine.seconds)
-        started = time.perf_counter()
         while True:
+            before = replace(self.engine.seconds)
+            started = time.perf_counter()  # a step that ended early has only waited
             spans = [sequence.span(rows) for sequence, rows in work]
             try:
                 logits = self.engine.forward(spans, self._waiter([sequence for sequence, _ in work]))

@@ -15,8 +15,10 @@ from kestrel.store.store import OpenPage
 
 NUM_READERS = 4  # disks want several reads at once (8K float32, not in the page cache: 490 -> 440 ms)
 PIECE_NBYTES = 1 << 20  # of a page read at once: 10 layers of int8, 2 of float32 in a small model
-TRIAL_NBYTES = 1 << 20  # read in small parts at least, to notice a slow disk early
-FAST_BYTES = 64e6  # a second, from which on whole pieces are read: a slower disk may still be given up
+# Where the disk may turn out too slow each reader asks for so much of what has come so far: with all of them a quarter,
+# so that what is under way when a read is given up takes little longer, and a disk that wants large reads gets them.
+PART_AT_ONCE = 1 / 16
+LEAST_PART_NBYTES = 4096  # and a multiple of it, as reads past the page cache must be
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,10 @@ class Restore:
         self.is_given_up = False  # too slow: nothing of it is of use
         self.failure: Exception | None = None  # a fault of a reader itself
         self._is_too_slow = is_too_slow
-        self._brought = 0  # bytes read in pieces so far
+        self._brought = 0  # bytes read in parts so far
         if is_too_slow is not None:
             for _, page in self._pages:
-                page.progress = self._judge_piece
+                page.progress = self._judge_part
         self._num_reading = NUM_READERS
         self._threads: list[threading.Thread] = []
         try:
@@ -199,15 +201,14 @@ class Restore:
         if self.is_given_up:
             raise _GivenUp
 
-    def _judge_piece(self, nbytes: int) -> None:
-        """Note a part of what is read; once the disk has turned out fast, whole pieces are read."""
+    def _judge_part(self, nbytes: int) -> int:
+        """Note a part of what is read, and say how much to read next."""
         with self._changed:
             self._brought += nbytes
-            self._judge(self._brought)
-        elapsed = time.perf_counter() - self._started
-        if self._brought >= max(TRIAL_NBYTES, FAST_BYTES * elapsed):
-            for _, page in self._pages:
-                page.progress = None
+            if nbytes:
+                self._judge(self._brought)
+            num_least = int(self._brought * PART_AT_ONCE) // LEAST_PART_NBYTES
+        return LEAST_PART_NBYTES * max(1, num_least)
 
 
 class _GivenUp(Exception):

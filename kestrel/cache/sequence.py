@@ -434,7 +434,6 @@ class CachedSequence:
         self._computed = last.first + last.num_used
         self.stats.restored_tokens = self._computed - self.stats.ram_tokens
         num_bytes = sum(ref.nbytes for ref, _ in opened)
-        self._pool.expect(num_bytes)  # the next session that comes back may be as long
         worth = self._cache.worth
         self.restore = Restore(
             self._pool,
@@ -472,6 +471,7 @@ class CachedSequence:
             self._drop_from(restore.damage.ref.first)
             self.stats.miss_reason = f"a matching page is damaged: {restore.damage.error}"
         if self._restored:
+            self._pool.expect(restore.nbytes)  # the next session that comes back may be as long
             self._cache.log(
                 f"[KV-DISK] loaded {self._computed}-token KV prefix from {self._restored[-1].path}"
             )

@@ -21,7 +21,7 @@ LEAST_READ_NBYTES = (
 LEAST_SECONDS = 0.25  # where neither choice takes longer, the hit is read: nobody feels the difference
 LEAST_LOSS = 0.1  # seconds by which reading must be slower than computing before a read is given up
 TRIAL = 0.02  # of the computing time: how long a read may go on before it is judged
-LEAST_TRIAL = 0.1  # seconds that a read goes on in any case
+LEAST_TRIAL = 0.06  # seconds that a read goes on in any case
 KEPT = 0.5  # weight of everything measured before, when something new is
 FORGIVING = 0.97  # factor on the remembered cost of reading after each refusal, so that a recovered disk is tried again
 

@@ -404,6 +404,8 @@ class LayerGraphs:
             moved = len(session.get_outputs()) == 2
             self._sources.append((self._sources[-1] + 1) % 2 if moved else self._sources[-1])
         self._bindings: dict[int, list[Any]] = {}
+        self._run_options = ort.RunOptions()
+        self._run_options.log_severity_level = 4  # a run that was stopped is no news
 
     @property
     def residual(self) -> Floats:
@@ -424,7 +426,11 @@ class LayerGraphs:
         self._last_attended[: len(attended)] = attended
 
     def run(self, rows: int) -> None:
-        """Run all layers on the first `rows` rows of `residual`, up to the attention of the last one."""
+        """Run all layers on the first `rows` rows of `residual`, up to the attention of the last one.
+
+        Raises onnxruntime's error if `stop` was called meanwhile.
+        """
+        self._run_options.terminate = False
         bindings = self._bindings.get(rows)
         if bindings is None:
             if len(self._bindings) >= _BOUND_ROW_COUNTS:
@@ -438,7 +444,11 @@ class LayerGraphs:
                     self._mixed[:rows],
                     self.least_expert_rows,
                 )
-            session.run_with_iobinding(bindings[i])
+            session.run_with_iobinding(bindings[i], self._run_options)
+
+    def stop(self) -> None:
+        """End the run that is under way before its next operator; what it leaves behind is undefined."""
+        self._run_options.terminate = True
 
     def logits(self, picked: Sequence[int], least: int, head: ort.InferenceSession | None = None) -> Floats:
         """End the model for the picked rows only: float32 [len(picked), vocab_size].

@@ -29,7 +29,6 @@ from kestrel.store.layout import SAFETENSORS_DTYPES, KvDtype, PageLayout, Tensor
 ALIGNMENT = 4096
 EARLIER_ALIGNMENT = 64  # files written before that; they are read like any other
 LENGTH_NBYTES = 8  # the little-endian u64 in front of the JSON
-PIECE_NBYTES = 1 << 14  # read at once while somebody watches the progress
 MAX_HEADER_NBYTES = 1 << 20  # 2,000 int8 layers fit; what a hostile length field can make a reader allocate
 MAX_DIMENSION = 1 << 24  # largest count a header may name: bounds every size worked out from it
 
@@ -189,25 +188,24 @@ def read_small(fd: int, path: Path, most_nbytes: int) -> bytes:
         os.close(fd)
 
 
-def read_into(
-    fd: int, buffer: memoryview, offset: int, progress: Callable[[int], None] | None = None
-) -> None:
+def read_into(fd: int, buffer: memoryview, offset: int, progress: Callable[[int], int] | None = None) -> None:
     """Fill a writable byte buffer from `offset`; ArtifactError if the file is too short or unreadable.
 
-    With `progress` the read goes by pieces, and it is called with the bytes of each; what it raises ends the read.
+    With `progress` the read goes by parts: it is called with the bytes that have come, 0 to begin with, and says how
+    many to read next; what it raises ends the read.
     """
     done = 0
+    part = len(buffer) if progress is None else progress(0)
     while done < len(buffer):
-        end = len(buffer) if progress is None else min(len(buffer), done + PIECE_NBYTES)
         try:
-            count = os.preadv(fd, [buffer[done:end]], offset + done)
+            count = os.preadv(fd, [buffer[done : done + part]], offset + done)
         except OSError as error:
             raise ArtifactError(f"read of {len(buffer)} bytes at {offset} failed: {error}") from error
         if count == 0:
             raise ArtifactError(f"expected {len(buffer)} bytes at {offset}, the file ends after {done}")
         done += count
         if progress is not None:
-            progress(count)
+            part = progress(count)
 
 
 def parse_object(text: bytes | str, what: str) -> dict[str, Any]:
@@ -325,7 +323,7 @@ class OpenPage:
         self.path = path
         self._direct_fd = -1  # the same file, read past the page cache
         self._is_direct = False  # whether that is tried
-        self.progress: Callable[[int], None] | None = None  # see read_into; may be changed at any time
+        self.progress: Callable[[int], int] | None = None  # see read_into
         try:
             self.header, self.layout, self.tokens, self.payload_start = read_header(fd, layout)
         except ArtifactError as error:

@@ -100,3 +100,27 @@ def test_one_thread_and_two_threads_in_two_processes_give_the_same_bits(
         for threads in ("1", "2")
     }
     assert len(printed) == 1
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
+def test_a_step_whose_restore_fails_computes_nothing_more_and_the_next_has_the_bits_of_a_lone_run(
+    engine_of: EngineOf, architecture: str
+) -> None:
+    engine = engine_of(architecture, "int8", "float32")
+    tokens = random_tokens(engine, 40)
+    lone = Run(engine, tokens).steps([]).bits()
+    for failing in range(engine.geometry.num_layers):
+
+        def ready(layer: int, failing: int = failing) -> None:
+            if layer == failing:
+                raise TimeoutError
+
+        last = engine.graphs._last_attended
+        last[:] = np.nan
+        run = Run(engine, tokens)
+        with pytest.raises(TimeoutError):
+            engine.forward([run.span(40)], ready)
+        if architecture == "llama":  # with experts the layers before the last one use this memory too
+            assert np.isnan(last).all()
+        run.position = 0
+        assert run.steps([]).bits() == lone

@@ -60,6 +60,8 @@ COLUMNS = (
     Column("load", "decision"),
 )
 
+UNWATCHED_PART_NBYTES = 1 << 16
+
 
 class SlowDisk:
     """So many bytes a second for all who read together."""
@@ -85,19 +87,19 @@ class SlowPage(OpenPage):
         super().__init__(fd, path, layout)
 
     @property
-    def progress(self) -> Callable[[int], None]:
-        """Waits for the disk with each piece, then tells whoever watches."""
+    def progress(self) -> Callable[[int], int]:
+        """Waits for the disk with each part, then tells whoever watches."""
         told = self._told
 
-        def wait(nbytes: int) -> None:
-            self._disk.wait(nbytes)
-            if told is not None:
-                told(nbytes)
+        def wait(nbytes: int) -> int:
+            if nbytes:
+                self._disk.wait(nbytes)
+            return UNWATCHED_PART_NBYTES if told is None else told(nbytes)
 
         return wait
 
     @progress.setter
-    def progress(self, told: Callable[[int], None] | None) -> None:
+    def progress(self, told: Callable[[int], int] | None) -> None:
         self._told = told
 
 
