@@ -428,7 +428,7 @@ class LayerGraphs:
     def run(self, rows: int) -> None:
         """Run all layers on the first `rows` rows of `residual`, up to the attention of the last one.
 
-        Raises onnxruntime's error if `stop` was called meanwhile.
+        Ends early, in the middle of a graph with onnxruntime's error, if `stop` is called meanwhile.
         """
         self._run_options.terminate = False
         bindings = self._bindings.get(rows)
@@ -437,6 +437,8 @@ class LayerGraphs:
                 self._bindings.pop(next(iter(self._bindings)))
             bindings = self._bindings[rows] = [self._bind(i, rows) for i in range(len(self._sessions))]
         for i, session in enumerate(self._sessions):
+            if self._run_options.terminate:
+                return
             if i and self._expert_layers:
                 self._expert_layers[i - 1].run(
                     self._residuals[self._sources[i]][:rows],
