@@ -127,7 +127,7 @@ class Runtime:
             self._log(f"[KV-DISK] the store cannot be used now, prompts are computed until it can: {error}")
             self.store_problem = str(error)
         self.store = store
-        self.writer = Writer(store, self.engine.pool, cache.save_queue_pages, self._log)
+        self.writer = Writer(store, self.engine.pool, cache.save_queue_pages, self.engine.activity, self._log)
 
     def _look_around(self, store: Store) -> None:
         """Let the cache know of what is published in the repository around the store, and of other numerics."""

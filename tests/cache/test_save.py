@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kestrel.cache import save
+from kestrel.engine import priority
 from kestrel.errors import StoreError
 from kestrel.log import log_to_stderr
 from kestrel.runtime import Delta, Finished, Request
@@ -182,6 +184,46 @@ def test_waiting_for_the_writer_ends_although_more_is_queued_meanwhile(boot: Boo
     may_write.set()
     waiting.join(5)
     assert is_over.is_set()
+
+
+def test_the_writer_rests_while_answers_are_computed_unless_somebody_waits(
+    boot: Boot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save, "RESTS", 1e9)
+    monkeypatch.setattr(priority, "_STEPS_APART_SECONDS", 1e9)
+    runtime = boot()
+    written, publish = threading.Semaphore(0), runtime.store.publish
+
+    def watched(*args: object) -> int:
+        nbytes = publish(*args)
+        written.release()
+        return nbytes
+
+    runtime.store.publish = watched
+    runtime.cache.open(tokens_of(256)).prefill()  # two pages
+    assert written.acquire(timeout=30)
+    assert not written.acquire(timeout=0.3)
+    runtime.writer.drain()
+    assert written.acquire(timeout=30)
+    runtime.cache.open(tokens_of(256, seed=5)).prefill()
+    assert written.acquire(timeout=30)
+    monkeypatch.setattr(priority, "_STEPS_APART_SECONDS", 0.1)  # nothing is computed any more
+    assert written.acquire(timeout=30)
+
+
+def test_a_queue_that_fills_up_ends_the_rest_of_the_writer(
+    boot: Boot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save, "RESTS", 1e9)
+    monkeypatch.setattr(priority, "_STEPS_APART_SECONDS", 1e9)
+    runtime = boot("cache.save_queue_pages=2")
+    deadline = time.monotonic() + 60
+    for seed in range(6):
+        while runtime.writer.num_pending > 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        runtime.cache.open(tokens_of(128, seed)).prefill()
+    assert runtime.writer.num_dropped == 0
 
 
 def test_a_time_to_live_holds_from_the_moment_a_page_is_written(boot: Boot) -> None:

@@ -35,6 +35,8 @@ from kestrel.runtime import Runtime
 
 ANSWER_TOKENS = 32
 BLOCK_TOKENS = 48  # decoded between two changes from saving to not saving
+MOST_SAVES = 100  # pages for one block, more than are written meanwhile
+MOST_PENDING = 4
 TURNS = 8
 COLUMNS = (
     Column("what", "what"),
@@ -151,46 +153,40 @@ class _Saves:
 
     def __init__(self, runtime: Runtime, prompts: Prompts, is_on: bool) -> None:
         self._runtime = runtime
-        self._prompts = prompts
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._submit, name="bench-saves", daemon=True)
-        self._is_on = is_on
+        self._page = runtime.engine.pool.allocate()
+        for array, _ in runtime.engine.pool.layer_arrays(self._page, 0):
+            array[:] = 1
+        # Made ahead, so that nothing but the writer takes time from the answer.
+        self._pages = [self._page_of(prompts) for _ in range(MOST_SAVES if is_on else 0)]
+
+    def _page_of(self, prompts: Prompts) -> PageSave:
+        scope = self._runtime.cache.common
+        root = scope.namespace.digest
+        tokens = as_tokens(prompts(self._runtime.engine.pool.page_tokens))
+        digest = prefix_sha256(tokens)
+        return PageSave(self._page, scope, page_key(root, tokens), root, 0, tokens, digest, SaveReport())
 
     def __enter__(self) -> None:
-        if self._is_on:
-            self._thread.start()
+        self._thread.start()
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        if self._is_on:
-            self._thread.join()
-            _drain(self._runtime)
+        self._thread.join()
+        _drain(self._runtime)
+        self._runtime.engine.pool.release(self._page)
 
     def _submit(self) -> None:
-        pool, scope, writer = self._runtime.engine.pool, self._runtime.cache.common, self._runtime.writer
+        writer = self._runtime.writer
         assert writer is not None
-        page = pool.allocate()
-        for array, _ in pool.layer_arrays(page, 0):
-            array[:] = 1
-        while not self._stop.is_set():
-            if writer.num_pending < 4:
-                tokens = as_tokens(self._prompts(pool.page_tokens))
-                root = scope.namespace.digest
-                writer.submit(
-                    PageSave(
-                        page,
-                        scope,
-                        page_key(root, tokens),
-                        root,
-                        0,
-                        tokens,
-                        prefix_sha256(tokens),
-                        SaveReport(),
-                    )
-                )
-            else:
-                self._stop.wait(0.002)
-        pool.release(page)
+        for page in self._pages:
+            while writer.num_pending >= MOST_PENDING:
+                if self._stop.wait(0.02):
+                    return
+            if self._stop.is_set():
+                return
+            writer.submit(page)
 
 
 def _turns(runtime: Runtime, prompts: Prompts, tokens: int) -> tuple[list[Row], list[tuple[int, int]]]:
