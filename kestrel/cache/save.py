@@ -154,12 +154,14 @@ class Writer:
                 self._rest(RESTS * (time.thread_time() - began))
 
     def _rest(self, seconds: float) -> None:
-        """Leave the cores to the answers that are computed, unless somebody waits for the writer."""
+        """Leave the cores to the answers that are computed, unless somebody waits for the writer or for its pages."""
         end = time.monotonic() + seconds
         while self._activity.is_busy and time.monotonic() < end:
             waiting = list(self._queue.queue)
-            if len(waiting) > self._most_at_rest or any(
-                item is None or isinstance(item, threading.Event) for item in waiting
+            if (
+                len(waiting) > self._most_at_rest
+                or 2 * self._pool.num_available < self._pool.num_pages
+                or any(item is None or isinstance(item, threading.Event) for item in waiting)
             ):
                 break
             time.sleep(_LOOKS_SECONDS)

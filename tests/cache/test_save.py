@@ -211,6 +211,21 @@ def test_the_writer_rests_while_answers_are_computed_unless_somebody_waits(
     assert written.acquire(timeout=30)
 
 
+def test_the_writer_does_not_rest_where_its_pages_may_be_needed(
+    boot: Boot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save, "RESTS", 1e9)
+    monkeypatch.setattr(priority, "_STEPS_APART_SECONDS", 1e9)
+    page_nbytes = boot().engine.pool.page_nbytes
+    runtime = boot(f"engine.kv_ram_bytes={5 * page_nbytes}")
+    runtime.cache.open(tokens_of(384)).prefill()  # three of five pages
+    deadline = time.monotonic() + 60
+    while runtime.writer.num_pending:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert runtime.store.usage().files == 3
+
+
 def test_a_queue_that_fills_up_ends_the_rest_of_the_writer(
     boot: Boot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
