@@ -157,7 +157,8 @@ class Writer:
         """Leave the cores to the answers that are computed, unless somebody waits for the writer or for its pages."""
         end = time.monotonic() + seconds
         while self._activity.is_busy and time.monotonic() < end:
-            waiting = list(self._queue.queue)
+            with self._queue.mutex:
+                waiting = list(self._queue.queue)
             if (
                 len(waiting) > self._most_at_rest
                 or 2 * self._pool.num_available < self._pool.num_pages

@@ -60,7 +60,7 @@ COLUMNS = (
     Column("load", "decision"),
 )
 
-UNWATCHED_PART_NBYTES = 1 << 16
+UNWATCHED_PART_NBYTES = 1 << 16  # read at once where nobody watches the progress
 
 
 class SlowDisk:
