@@ -59,9 +59,9 @@ class Restore:
     ):
         """pages: what to read, opened and checked, in order of position; table: the sequence's pool pages.
 
-        is_too_slow(seconds so far, bytes so far): asked on the way, often while little is read and then after every
-        piece of a page; the read is given up when it says so. began: by time.perf_counter, if opening the pages is
-        to count as well, without what that waited for a core.
+        is_too_slow(seconds so far, bytes so far): asked after every part, small ones while little is read; the read is
+        given up when it says so. began: by time.perf_counter, if opening the pages is to count as well, without what
+        that waited for a core.
         """
         self._pool = pool
         self._pages = list(pages)
@@ -178,7 +178,6 @@ class Restore:
                 self.timeline.ready[self._ready] = time.perf_counter() - self._started
                 self._ready += 1
                 self._changed.notify_all()
-            self._judge(self.nbytes)
 
     def _note_damage(self, number: int, error: ArtifactError) -> None:
         with self._changed:
@@ -187,28 +186,29 @@ class Restore:
                 self.damage = Damage(self._pages[number][0], error)
                 self._changed.notify_all()
 
-    def _judge(self, nbytes: int) -> None:
-        """End the reader once the read has got too slow; decided once, for all readers. The caller holds the lock."""
-        if self._is_too_slow is None:
-            return
+    def _judge_part(self, nbytes: int) -> int:
+        """Note a part of what is read, and say how much to read next; ends the reader once the read is too slow.
+
+        That is decided once, for all readers.
+        """
+        assert self._is_too_slow is not None
+        with self._changed:
+            self._brought += nbytes
+            if nbytes and not self.is_given_up and self._is_too_slow(self._spent(), self._brought):
+                self.nbytes = self._brought
+                self.is_given_up = True
+                self._changed.notify_all()
+            if self.is_given_up:
+                raise _GivenUp
+            num_least = int(self._brought * PART_AT_ONCE) // LEAST_PART_NBYTES
+        return LEAST_PART_NBYTES * max(1, num_least)
+
+    def _spent(self) -> float:
+        """Seconds since the read began, without those that the reader waited for a core."""
         elapsed = time.perf_counter() - self._began
         if threading.current_thread() in self._threads:  # any other has waited for more than this read
             elapsed -= waited_for_a_core()
-        if not self.is_given_up and self._is_too_slow(elapsed, nbytes):
-            self.nbytes = max(self.nbytes, self._brought)
-            self.is_given_up = True
-            self._changed.notify_all()
-        if self.is_given_up:
-            raise _GivenUp
-
-    def _judge_part(self, nbytes: int) -> int:
-        """Note a part of what is read, and say how much to read next."""
-        with self._changed:
-            self._brought += nbytes
-            if nbytes:
-                self._judge(self._brought)
-            num_least = int(self._brought * PART_AT_ONCE) // LEAST_PART_NBYTES
-        return LEAST_PART_NBYTES * max(1, num_least)
+        return elapsed
 
 
 class _GivenUp(Exception):

@@ -88,13 +88,13 @@ class Attention:
     def plan(
         self, bounds: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], tables: npt.NDArray[np.int32],
         places: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], padded: int,
-        layer_ready: Callable[[int], None] | None = None,
+        layer_ready: Callable[[int], None] | None = None, stop: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """Take the rows of a step: sequence s owns rows [bounds[s], bounds[s+1]), at positions starts[s]…
 
         They see every key up to themselves. tables: pages [sequences, pages]; places: page and slot of each row;
         positions: of each row; all contiguous. padded: rows of the graphs' tensors; those beyond the last sequence
-        come out as zeros. layer_ready(l) is called before layer l touches its pages.
+        come out as zeros. layer_ready(l) is called before layer l touches its pages, and stop() once it has raised.
         """
         owner, splits = _units(bounds, starts, self._kv_heads, self._group)
         # Keys that all rows together see, times what a key costs: less than this is not worth a second thread.
@@ -106,7 +106,7 @@ class Attention:
             self._parts = np.empty(jobs * (UNIT + 8) * self._dim, np.float32)
             self._states = np.empty(2 * jobs * UNIT, np.float32)
         self._planned = bounds, starts, tables, places, positions, owner  # keeps what the record points to
-        self._hook.function, self._hook.failed = layer_ready, None
+        self._hook.function, self._hook.stop, self._hook.failed = layer_ready, stop, None
         self._set(
             rows=len(positions), threads=threads, sequences=len(starts), table_size=tables.shape[1], bounds=bounds,
             starts=starts, tables=tables, places=places, positions=positions, units=len(owner), owner=owner,
@@ -133,6 +133,7 @@ class _Hook:
 
     def __init__(self) -> None:
         self.function: Callable[[int], None] | None = None
+        self.stop: Callable[[], None] = lambda: None
         self.failed: BaseException | None = None
         hook = weakref.ref(self)
 
@@ -143,6 +144,7 @@ class _Hook:
                 found.function(layer)
             except BaseException as error:  # nothing may pass through the compiled code in between
                 found.failed = error
+                found.stop()
                 return 1
             return 0
 

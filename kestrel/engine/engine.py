@@ -143,25 +143,18 @@ class Engine:
         graphs.residual[:rows] = self.weights.embed(step.tokens)
         graphs.residual[rows:padded] = 0
         self._rope.reach(end)
-
-        def ready(layer: int) -> None:
-            assert layer_ready is not None
-            try:
-                layer_ready(layer)
-            except BaseException:
-                graphs.stop()
-                raise
-
         t0 = clock()
         self._attention.plan(
-            step.bounds, step.starts, step.tables, step.places, step.positions, padded,
-            None if layer_ready is None else ready,
-        )  # fmt: skip
-        try:
-            graphs.run(padded)
-        except Exception:
-            self._attention.finish()  # raises what has stopped it
-            raise
+            step.bounds,
+            step.starts,
+            step.tables,
+            step.places,
+            step.positions,
+            padded,
+            layer_ready,
+            graphs.stop,
+        )
+        graphs.run(padded)
         t1 = clock()
         attended, waited = self._attention.finish()
         self.seconds.attention += attended

@@ -428,7 +428,7 @@ class LayerGraphs:
     def run(self, rows: int) -> None:
         """Run all layers on the first `rows` rows of `residual`, up to the attention of the last one.
 
-        Ends early, in the middle of a graph with onnxruntime's error, if `stop` is called meanwhile.
+        Ends early if `stop` is called meanwhile.
         """
         self._run_options.terminate = False
         bindings = self._bindings.get(rows)
@@ -446,7 +446,11 @@ class LayerGraphs:
                     self._mixed[:rows],
                     self.least_expert_rows,
                 )
-            session.run_with_iobinding(bindings[i], self._run_options)
+            try:
+                session.run_with_iobinding(bindings[i], self._run_options)
+            except Exception:
+                if not self._run_options.terminate:
+                    raise
 
     def stop(self) -> None:
         """End the run that is under way before its next operator; what it leaves behind is undefined."""

@@ -41,13 +41,8 @@ from kestrel.store.match import PageRef
 from kestrel.store.store import OpenPage, Store
 
 BOUND = 1.05
-FRACTIONS = (
-    None,
-    4.0,
-    1.0,
-    0.25,
-    0.05,
-)  # of the rate at which reading takes as long as computing; None: not slowed
+# Of the rate at which reading takes as long as computing; None: not slowed.
+FRACTIONS = (None, 4.0, 1.0, 0.25, 0.05)
 COLUMNS = (
     Column("tokens", "context", "{:,}"),
     Column("disk", "disk"),
