@@ -15,13 +15,11 @@ from kestrel.store.match import PageRef
 
 GUESSED_READ_BYTES = 200e6  # a second: between an SD card and a disk
 LEAST_ROWS = 64  # steps of fewer rows say little about a long prompt
-LEAST_READ_NBYTES = (
-    128 * 1024
-)  # shorter reads are mostly opening files, or waiting for a disk that was asleep
+LEAST_READ_NBYTES = 128 * 1024  # shorter: mostly opening files, or waiting for a disk that was asleep
 LEAST_SECONDS = 0.25  # where neither choice takes longer, the hit is read: nobody feels the difference
 LEAST_LOSS = 0.1  # seconds by which reading must be slower than computing before a read is given up
 TRIAL = 0.02  # of the computing time: how long a read may go on before it is judged
-LEAST_TRIAL = 0.06  # seconds that a read goes on in any case
+LEAST_TRIAL = 0.065  # seconds that a read goes on in any case
 KEPT = 0.5  # weight of everything measured before, when something new is
 FORGIVING = 0.97  # factor on the remembered cost of reading after each refusal, so that a recovered disk is tried again
 
