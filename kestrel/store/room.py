@@ -58,15 +58,15 @@ class Room:
         with self.lock:
             return self.protected[key] > 0
 
-    def make(self, catalog: Catalog, count: Count, page: NewPage, nbytes: int) -> None:
-        """Evict what must leave before `nbytes` are written for a page; nothing if even that would not do.
+    def plan_page(self, catalog: Catalog, count: Count, page: NewPage, nbytes: int) -> list[Eviction]:
+        """What must leave before `nbytes` are written for a page.
 
-        Raises StoreError if the page does not fit.
+        Raises StoreError if the page does not fit even then.
         """
         nbytes += ROW_NBYTES
         shortage = self.shortage(catalog, count, nbytes, 1, page.num_tokens)
         if not shortage.is_over():
-            return
+            return []
         plan = self.plan(catalog, count, shortage, keep=page.parent, all_expired=False)
         if shortage.is_over():
             totals = catalog.totals()
@@ -77,7 +77,7 @@ class Room:
                 f"{count.stranger_bytes:,}, the catalog {catalog_nbytes(self.tree.root)[1]:,}. "
                 f"Raise the limits, unpin pages or remove strangers"
             )
-        self.evict(catalog, plan)
+        return plan
 
     def plan_sweep(self, catalog: Catalog, count: Count, in_vain: bool) -> list[Eviction]:
         """What a sweep removes: all expired pages, and what exceeds the limits; see `Store.sweep`."""

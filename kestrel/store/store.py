@@ -352,30 +352,43 @@ class Store:
             )
             chunks = [encode_header(layout, header), *payload, tokens]
             nbytes = sum(memoryview(chunk).nbytes for chunk in chunks)
-            with self.writing() as holding:
-                count = self._inventory.reconcile(catalog, holding)
-                if self._has_page(catalog, namespace.digest, key):
-                    return 0
-                now = time()
-                page = NewPage(
-                    namespace.digest, key, parent, first, len(tokens), nbytes, now, order_bytes(tokens)
-                )
-                self._check_budget(catalog, nbytes, now)
-                self._room.make(catalog, count, page, nbytes + len(identity_bytes))
-                self.write_identity(namespace.digest, identity_bytes)
-                if not self._tree.publish_file(page_names(namespace.digest, key), chunks):
-                    raise StoreError(f"{self.page_path(namespace.digest, key)} was put there by someone else")
-                self._inventory.census.expect(page_names(namespace.digest, key)[:2])
-                catalog.insert([page], int(now // HOUR_SECONDS), ttl_seconds)
-            self._counters.add("published_pages")
-            self._counters.add("published_bytes", nbytes)
-            return nbytes
+            is_room_made = False
+            while True:
+                with self.writing() as holding:
+                    count = self._inventory.reconcile(catalog, holding)
+                    if self._has_page(catalog, namespace.digest, key):
+                        return 0
+                    now = time()
+                    page = NewPage(
+                        namespace.digest, key, parent, first, len(tokens), nbytes, now, order_bytes(tokens)
+                    )
+                    self._check_budget(catalog, nbytes, now)
+                    plan = self._room.plan_page(catalog, count, page, nbytes + len(identity_bytes))
+                    if is_room_made or len(plan) <= EVICTIONS_AT_ONCE:
+                        self._room.evict(catalog, plan)
+                        self.write_identity(namespace.digest, identity_bytes)
+                        self._write_page(catalog, page, chunks, ttl_seconds)
+                        return nbytes
+                self._evict(catalog, plan)  # limits were lowered: others get the lock in between
+                is_room_made = True
 
         with os_errors(f"save a page in {self.root}"):
             written = self._ask(save)
         if not written:
             self._counters.add("present_pages")
         return written
+
+    def _write_page(
+        self, catalog: Catalog, page: NewPage, chunks: Sequence[Any], ttl_seconds: float | None
+    ) -> None:
+        """Write an artifact, of these buffers, and its row. The caller is `writing`."""
+        names = page_names(page.namespace, page.key)
+        if not self._tree.publish_file(names, chunks):
+            raise StoreError(f"{self.page_path(page.namespace, page.key)} was put there by someone else")
+        self._inventory.census.expect(names[:2])
+        catalog.insert([page], int(page.created // HOUR_SECONDS), ttl_seconds)
+        self._counters.add("published_pages")
+        self._counters.add("published_bytes", page.nbytes)
 
     def _check_budget(self, catalog: Catalog, nbytes: int, now: float) -> None:
         """StoreError if so many more bytes are not to be written in the hour of `now`.

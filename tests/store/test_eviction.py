@@ -4,6 +4,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -302,30 +303,54 @@ def test_pages_found_by_a_rebuild_or_a_pull_have_their_whole_time_to_live(root: 
         assert store.sweep() == []
 
 
+def evict_and_let_others_save(store: Store, other: Store) -> tuple[list[int], Callable[[], int]]:
+    """Have another save begin with every piece that `store` evicts.
+
+    Returns how many of them had ended when each piece began, and a function that waits for all: their number.
+    """
+    evict, saved = store._room.evict, []
+    threads: list[threading.Thread] = []
+    counts: list[int] = []
+
+    def evict_and_let_others_wait(*args: Any) -> list[Any]:
+        counts.append(len(saved))
+        waiting = threading.Thread(
+            target=lambda: saved.append(publish(other, session(500 + len(threads), 16)))
+        )
+        threads.append(waiting)
+        waiting.start()
+        return evict(*args)
+
+    def wait() -> int:
+        for thread in threads:
+            thread.join()
+        assert len(saved) == len(threads)
+        return len(saved)
+
+    store._room.evict = evict_and_let_others_wait  # type: ignore[method-assign]
+    return counts, wait
+
+
 def test_others_save_while_many_pages_leave(root: Path) -> None:
     with open_store(root) as store, open_store(root) as other:
         for number in range(100):
             publish(store, session(number, 16))
         store.expire([row.key for row in store.list_pages()], 0.001)
         time.sleep(0.01)
-        evict, saved = store._room.evict, []
-
-        def evict_and_let_others_wait(*args: Any) -> list[Any]:
-            counts.append(len(saved))
-            waiting = threading.Thread(
-                target=lambda: saved.append(publish(other, session(500 + len(saved), 16)))
-            )
-            waiting.start()
-            threads.append(waiting)
-            return evict(*args)
-
-        threads: list[threading.Thread] = []
-        counts: list[int] = []  # saved when a piece begins
-        store._room.evict = evict_and_let_others_wait  # type: ignore[method-assign]
+        counts, wait = evict_and_let_others_save(store, other)
         assert len(store.sweep()) == 100
-        for thread in threads:
-            thread.join()
-        assert counts[-1] > 0 and len(saved) == len(threads)
+        wait()
+        assert counts[-1] > 0
+
+
+def test_others_save_while_a_page_makes_much_room(root: Path) -> None:
+    with open_store(root, max_files=10) as store, open_store(root) as other:
+        for number in range(150):
+            publish(other, session(number, 16))
+        counts, wait = evict_and_let_others_save(store, other)
+        publish(store, session(400, 16))
+        assert store.usage().files <= 10 + wait()
+        assert counts[-1] > 0
 
 
 def test_a_page_that_is_used_after_the_plan_was_made_stays(root: Path) -> None:
