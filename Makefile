@@ -31,7 +31,7 @@ demo: $(VENV)/.made-demo ## set up, run the restart experiment with a small mode
 test: $(VENV)/.made-dev $(S3_VENV)/.made ## run the test suite
 	$(BIN)/python -m pytest
 
-torture: $(VENV)/.made-dev ## kill, spoil and overload it for an hour: 1,000 kills, 200,000 spoilt files, 64 clients for 10 minutes
+torture: $(VENV)/.made-dev ## kill, spoil and overload it, 20 minutes or more: 1,000 kills, 200,000 spoilt files, 64 clients for 10 minutes
 	KESTREL_TORTURE=long $(BIN)/python -m pytest tests/torture -s --durations=0
 
 lint: $(VENV)/.made-dev ## check style and types
