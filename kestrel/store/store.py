@@ -369,7 +369,7 @@ class Store:
                         self.write_identity(namespace.digest, identity_bytes)
                         self._write_page(catalog, page, chunks, ttl_seconds)
                         return nbytes
-                self._evict(catalog, plan)  # limits were lowered: others get the lock in between
+                self._evict(catalog, plan)  # much has to leave: others get the lock in between
                 is_room_made = True
 
         with os_errors(f"save a page in {self.root}"):

@@ -312,13 +312,13 @@ def evict_and_let_others_save(store: Store, other: Store) -> tuple[list[int], Ca
     threads: list[threading.Thread] = []
     counts: list[int] = []
 
+    def save(number: int) -> None:
+        saved.append(publish(other, session(number, 16)))
+
     def evict_and_let_others_wait(*args: Any) -> list[Any]:
         counts.append(len(saved))
-        waiting = threading.Thread(
-            target=lambda: saved.append(publish(other, session(500 + len(threads), 16)))
-        )
-        threads.append(waiting)
-        waiting.start()
+        threads.append(threading.Thread(target=save, args=(500 + len(threads),)))
+        threads[-1].start()
         return evict(*args)
 
     def wait() -> int:
@@ -348,8 +348,10 @@ def test_others_save_while_a_page_makes_much_room(root: Path) -> None:
         for number in range(150):
             publish(other, session(number, 16))
         counts, wait = evict_and_let_others_save(store, other)
-        publish(store, session(400, 16))
-        assert store.usage().files <= 10 + wait()
+        key = publish(store, session(400, 16))[0]
+        num_others = wait()
+        assert store.usage().files <= 10 + num_others
+        assert key in stored(store)
         assert counts[-1] > 0
 
 
